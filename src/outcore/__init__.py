@@ -1,0 +1,44 @@
+"""outcore: train and run PyTorch models whose states do not fit in accelerator memory.
+
+::
+
+    model = AutoModelForCausalLM.from_pretrained(path)
+    optimizer = outcore.AdamW(model.parameters(), lr=2e-4, weight_decay=0.1)
+    outcore.offload(model, optimizer, budget=outcore.Budget(host="2GiB", disk="/nvme:400GiB"))
+
+    for batch in loader:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+from outcore.engine import gather, offload, release, snapshot, weights
+from outcore.memory.budget import Budget
+from outcore.memory.ledger import Snapshot
+from outcore.model.policies import Activations, Precision
+from outcore.optim.optimizer import Optimizer
+from outcore.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SGD",
+    "Activations",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Budget",
+    "Lion",
+    "Optimizer",
+    "Precision",
+    "Snapshot",
+    "gather",
+    "offload",
+    "release",
+    "snapshot",
+    "weights",
+]

@@ -1,0 +1,387 @@
+"""The pool: which chunks are on the host, under one budget, and guards as the only way to their bytes.
+
+[Note: Who owns a byte]
+A chunk's pages belong to the pool. A `Guard` borrows them: while it is open the chunk is pinned and
+stays where it is, and when it closes the pool may take them back at any time. The pool starts every
+transfer and I/O threads finish it; both only change a chunk's state under the pool's lock.
+
+[Note: Room]
+A chunk that comes in needs room under the ceiling. Clean victims leave at once. Dirty ones are
+written first, and their bytes count until the write is done; the pool keeps as many writes in the air
+as the room asked for. A demand waits for them, a prefetch gives up and is tried again when one ends.
+A prefetch may only push out what is needed later than what it brings, so it never hurts.
+
+The pool is told when things are needed (`Order`) and whom to evict (`Replacer`); it decides neither.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from enum import Enum
+from types import TracebackType
+
+from outcore.chunks.chunk import Chunk, Residence
+from outcore.chunks.replacers import Order, Replacer
+from outcore.errors import BudgetError, StateError, TierError
+from outcore.memory.disk import DiskTier
+from outcore.memory.ledger import Ledger
+
+
+class Access(Enum):
+    """What a guard may do with the bytes."""
+
+    READ = "read"
+    WRITE = "write"
+    """Read and change them: the disk copy becomes stale."""
+    FRESH = "fresh"
+    """Overwrite all of them: what was there is not read back, and an empty chunk starts as zeros."""
+
+
+class Guard:
+    """Pins chunks while open. A context manager; closing twice is harmless."""
+
+    def __init__(self, pool: Pool, chunks: Sequence[Chunk]) -> None:
+        self._pool = pool
+        self._chunks = chunks
+
+    def close(self) -> None:
+        chunks, self._chunks = self._chunks, ()
+        if chunks:
+            self._pool._unpin(chunks)
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Pool:
+    """Chunks on the host over chunks on disk.
+
+    Args:
+        ledger: where held bytes and waits are written.
+        disk: the tier below, or ``None`` when everything must stay on the host.
+        budget: the most bytes the chunks may hold on the host, less what `reserve` sets aside.
+        order: the expected order of uses.
+        replacer: the eviction policy.
+        prefetch: whether to read ahead of use.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        disk: DiskTier | None,
+        budget: int,
+        order: Order,
+        replacer: Replacer,
+        prefetch: bool = True,
+    ) -> None:
+        self._ledger = ledger
+        self._disk = disk
+        self._budget = budget
+        self._reserved = 0
+        self._order = order
+        self._replacer = replacer
+        self._prefetch = prefetch
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._resident: dict[Chunk, None] = {}
+        self._used = 0
+        self._leaving = 0
+        self._clock = 0
+        self._transfers = 0
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held by whoever changes the `Order` while transfers are under way."""
+        return self._lock
+
+    @property
+    def used(self) -> int:
+        """Bytes the chunks hold on the host."""
+        return self._used
+
+    @property
+    def pinned(self) -> int:
+        """Bytes of chunks that are in use and can't leave."""
+        with self._lock:
+            return sum(chunk.nbytes for chunk in self._resident if chunk.pins)
+
+    @property
+    def ceiling(self) -> int:
+        """Bytes the chunks may hold on the host now."""
+        return self._budget - self._reserved
+
+    def reserve(self, nbytes: int) -> None:
+        """Set bytes of the budget aside for what is not a chunk (activations, temporaries).
+
+        Chunks above the new ceiling are evicted before this returns, as far as they are not pinned.
+        """
+        with self._lock:
+            self._reserved = nbytes
+            self._make_room(0, None)
+
+    # -- guards -----------------------------------------------------------------------------------
+
+    def guard(self, chunks: Iterable[Chunk], access: Access) -> Guard:
+        """Bring chunks to the host and pin them.
+
+        Blocks until their bytes are there (for writing, until no transfer uses them).
+
+        Raises:
+            BudgetError: they do not fit beside what is pinned already.
+            TierError: a transfer failed; the chunks are as they were before the call.
+        """
+        wanted = tuple(chunks)
+        with self._lock:
+            if self._closed:
+                raise StateError("the engine behind this model was released")
+            self._report_failure()
+            for chunk in wanted:
+                chunk.pins += 1
+            try:
+                for chunk in wanted:
+                    self._bring(chunk, access)
+                for chunk in wanted:
+                    self._settle(chunk, access)
+            except BaseException:
+                self._unpin(wanted)
+                raise
+            self._clock += 1
+            for chunk in wanted:
+                chunk.last_use = self._clock
+        return Guard(self, wanted)
+
+    def _bring(self, chunk: Chunk, access: Access) -> None:
+        """Start what must happen before the chunk can be used."""
+        chunk.error = None
+        if chunk.residence is Residence.EMPTY or (
+            chunk.residence is Residence.DISK and access is Access.FRESH
+        ):
+            self._make_room(chunk.nbytes, chunk)
+            if not chunk.on_host:  # making room waits, and others may have acted meanwhile
+                chunk.move(Residence.DIRTY)
+                self._charge(chunk)
+        elif chunk.residence is Residence.DISK:
+            self._make_room(chunk.nbytes, chunk)
+            if chunk.residence is Residence.DISK:
+                self._begin_read(chunk)
+
+    def _settle(self, chunk: Chunk, access: Access) -> None:
+        """Wait until the chunk's bytes may be used as asked."""
+        if chunk.residence is Residence.READING:
+            with self._ledger.waiting("disk read"):
+                while chunk.residence is Residence.READING:
+                    self._changed.wait()
+        if chunk.error is not None and not chunk.on_host:
+            raise chunk.error
+        if access is Access.READ:
+            return
+        if chunk.residence is Residence.WRITING:
+            with self._ledger.waiting("disk write"):
+                while chunk.residence is Residence.WRITING:
+                    self._changed.wait()
+        if chunk.residence is Residence.CLEAN:
+            chunk.move(Residence.DIRTY)
+
+    def _unpin(self, chunks: Sequence[Chunk]) -> None:
+        with self._lock:
+            for chunk in chunks:
+                assert chunk.pins > 0, chunk.name
+                chunk.pins -= 1
+            self._changed.notify_all()
+            self._pump()
+
+    def discard(self, chunks: Iterable[Chunk]) -> None:
+        """Forget the bytes of chunks that are not pinned: afterwards they are empty, on host and disk."""
+        with self._lock:
+            for chunk in chunks:
+                while chunk.residence in (Residence.READING, Residence.WRITING):
+                    self._changed.wait()
+                assert chunk.pins == 0, chunk.name
+                if chunk.on_host:
+                    self._drop(chunk, Residence.EMPTY)
+                elif chunk.residence is Residence.DISK:
+                    chunk.move(Residence.EMPTY)
+                if chunk.extent is not None and self._disk is not None:
+                    self._disk.free(chunk.extent)
+                    chunk.extent = None
+            self._pump()
+
+    # -- the future -------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """The clock of the `Order` moved: read ahead as far as there is room."""
+        with self._lock:
+            self._pump()
+
+    def set_prefetch(self, on: bool) -> None:
+        """Read ahead from now on, or not."""
+        with self._lock:
+            self._prefetch = on
+            self._pump()
+
+    def is_on_host(self, chunk: Chunk) -> bool:
+        """Whether a guard for reading would not wait."""
+        return chunk.on_host and chunk.residence is not Residence.READING
+
+    def _pump(self) -> None:
+        """Start the reads that the near future needs, soonest first, until one finds no room."""
+        if not self._prefetch or self._closed or self._disk is None:
+            return
+        horizon = self.ceiling
+        for distance, chunk in self._order.upcoming():
+            if chunk.residence is Residence.EMPTY:
+                continue
+            horizon -= chunk.nbytes
+            if horizon < 0:
+                return
+            if chunk.residence is Residence.DISK and chunk.error is None:
+                try:
+                    if not self._try_room(chunk.nbytes, distance):
+                        return
+                    self._begin_read(chunk)
+                except TierError as error:
+                    self._failure = error  # this may be an I/O thread: the next guard raises it
+                    return
+
+    # -- room -------------------------------------------------------------------------------------
+
+    def _make_room(self, nbytes: int, newcomer: Chunk | None) -> None:
+        """Wait until ``nbytes`` fit under the ceiling (``newcomer`` is what they are for)."""
+        while not self._try_room(nbytes, -1):
+            if newcomer is not None and newcomer.on_host:
+                return
+            if self._transfers == 0:
+                if newcomer is None:
+                    return
+                self._refuse(nbytes)
+            with self._ledger.waiting("disk write"):
+                self._changed.wait()
+
+    def _try_room(self, nbytes: int, beyond: int) -> bool:
+        """Evict chunks used later than ``beyond`` until ``nbytes`` fit; false if some must still leave."""
+        while self._used + nbytes > self.ceiling:
+            missing = self._used + nbytes - self.ceiling
+            if self._leaving >= missing:
+                return False
+            victim = self._replacer.victim(self._evictable(), beyond)
+            if victim is None:
+                return False
+            if victim.residence is Residence.CLEAN:
+                self._drop(victim, Residence.DISK)
+            else:
+                self._begin_write(victim)
+        return True
+
+    def _evictable(self) -> Iterable[Chunk]:
+        for chunk in self._resident:
+            if chunk.pins == 0 and (
+                chunk.residence is Residence.CLEAN
+                or (chunk.residence is Residence.DIRTY and self._disk is not None and chunk.error is None)
+            ):
+                yield chunk
+
+    def _refuse(self, nbytes: int) -> None:
+        self._report_failure()
+        needed = self._used + nbytes + self._reserved
+        held = sum(c.nbytes for c in self._resident if c.pins)
+        raise BudgetError(
+            "host",
+            needed,
+            self._budget,
+            f"{held:,} bytes of chunks are in use and {self._reserved:,} are set aside for activations: "
+            "give the host more, use a smaller batch or recomputation"
+            + ("" if self._disk is not None else ", or add a disk"),
+        )
+
+    def _report_failure(self) -> None:
+        """Raise what went wrong behind the caller's back: a write-back that failed. Its bytes are still here."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            for chunk in self._resident:
+                chunk.error = None
+            raise failure
+
+    def _charge(self, chunk: Chunk) -> None:
+        self._resident[chunk] = None
+        self._used += chunk.nbytes
+        self._ledger.hold("host", chunk.nbytes)
+
+    def _drop(self, chunk: Chunk, to: Residence) -> None:
+        chunk.move(to)
+        del self._resident[chunk]
+        self._used -= chunk.nbytes
+        chunk.region.release()
+        self._ledger.hold("host", -chunk.nbytes)
+
+    # -- transfers --------------------------------------------------------------------------------
+
+    def _begin_read(self, chunk: Chunk) -> None:
+        assert self._disk is not None
+        assert chunk.extent is not None
+        chunk.move(Residence.READING)
+        self._charge(chunk)
+        self._transfers += 1
+        future = self._disk.read(chunk.extent, chunk.region.buffer)
+        future.add_done_callback(lambda done: self._read_done(chunk, done))
+
+    def _read_done(self, chunk: Chunk, done: Future[None]) -> None:
+        with self._lock:
+            self._transfers -= 1
+            chunk.error = done.exception()
+            if chunk.error is None:
+                chunk.move(Residence.CLEAN)
+            else:
+                self._drop(chunk, Residence.DISK)
+            self._changed.notify_all()
+            self._pump()
+
+    def _begin_write(self, chunk: Chunk) -> None:
+        assert self._disk is not None
+        if chunk.extent is None:
+            chunk.extent = self._disk.allocate(chunk.nbytes)
+        chunk.move(Residence.WRITING)
+        self._transfers += 1
+        self._leaving += chunk.nbytes
+        future = self._disk.write(chunk.extent, chunk.region.buffer)
+        future.add_done_callback(lambda done: self._write_done(chunk, done))
+
+    def _write_done(self, chunk: Chunk, done: Future[None]) -> None:
+        with self._lock:
+            self._transfers -= 1
+            self._leaving -= chunk.nbytes
+            chunk.error = done.exception()
+            chunk.move(Residence.CLEAN if chunk.error is None else Residence.DIRTY)
+            self._failure = self._failure or chunk.error
+            if chunk.residence is Residence.CLEAN and chunk.pins == 0 and self._used > self.ceiling:
+                self._drop(chunk, Residence.DISK)
+            self._changed.notify_all()
+            self._pump()
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def quiesce(self) -> None:
+        """Wait until no transfer is under way."""
+        with self._lock:
+            while self._transfers:
+                self._changed.wait()
+
+    def close(self) -> None:
+        """Wait for transfers and give every host byte back. The chunks' contents are lost."""
+        with self._lock:
+            self._closed = True
+            self.quiesce()
+            for chunk in list(self._resident):
+                chunk.residence = Residence.EMPTY
+                del self._resident[chunk]
+                self._used -= chunk.nbytes
+                chunk.region.release()
+                self._ledger.hold("host", -chunk.nbytes)

@@ -1,0 +1,132 @@
+"""The chunks behind one run: parameters, and for trained runs gradients and optimizer states.
+
+All of them are cut alike, so chunk ``k`` of each kind speaks of the same elements. A state chunk holds
+its planes (low master bits, moments) one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outcore.chunks.chunk import Chunk, Kind
+from outcore.chunks.layout import Run
+from outcore.memory.host import PAGE, Region, reserve
+
+PlaneType = tuple[str, torch.dtype]
+"""Name and dtype of one plane of a state chunk."""
+
+Reserve = Callable[[int], Region]
+"""Makes a region of so many bytes."""
+
+
+@dataclass(eq=False)
+class RunStore:
+    """One run's chunks. ``gradients``, ``totals`` and ``states`` are empty for a run that is not trained.
+
+    Attributes:
+        gradients: in the run's dtype, as one backward leaves them.
+        totals: in fp32, used from the second contribution on.
+    """
+
+    name: str
+    run: Run
+    parameters: tuple[Chunk, ...]
+    gradients: tuple[Chunk, ...]
+    totals: tuple[Chunk, ...]
+    states: tuple[Chunk, ...]
+    planes: tuple[PlaneType, ...]
+
+    def elements(self, k: int) -> int:
+        start, stop = self.run.extent(k)
+        return stop - start
+
+    def parameter(self, k: int) -> torch.Tensor:
+        """The values of chunk ``k``, shape [elements], in the run's dtype; valid under a guard."""
+        return typed(self.parameters[k].region, self.run.dtype, self.elements(k))
+
+    def gradient(self, k: int) -> torch.Tensor:
+        """The gradients of chunk ``k`` as one backward left them; valid under a guard."""
+        return typed(self.gradients[k].region, self.run.dtype, self.elements(k))
+
+    def total(self, k: int) -> torch.Tensor:
+        """The fp32 sum of several gradients of chunk ``k``; valid under a guard."""
+        return typed(self.totals[k].region, torch.float32, self.elements(k))
+
+    def state(self, k: int) -> tuple[torch.Tensor, ...]:
+        """The planes of state chunk ``k``, each of shape [elements]; valid under a guard."""
+        views = []
+        offset = 0
+        elements = self.elements(k)
+        for _, dtype in self.planes:
+            nbytes = elements * dtype.itemsize
+            views.append(self.states[k].region.tensor[offset : offset + nbytes].view(dtype))
+            offset += nbytes
+        return tuple(views)
+
+    def chunks(self) -> tuple[Chunk, ...]:
+        return self.parameters + self.gradients + self.totals + self.states
+
+
+def typed(region: Region, dtype: torch.dtype, elements: int) -> torch.Tensor:
+    """The first ``elements`` of a region as a tensor."""
+    return region.tensor[: elements * dtype.itemsize].view(dtype)
+
+
+Place = Callable[[int, int], Region]
+"""Gives the region for the bytes [offset, offset + nbytes) of a run's parameters."""
+
+
+def build(name: str, run: Run, planes: Sequence[PlaneType], place: Place, working: Reserve) -> RunStore:
+    """Make the chunks of a run.
+
+    Args:
+        name: for messages.
+        run: the layout.
+        planes: the planes of the optimizer's state for this run; none for a run that is not trained.
+        place: gives the region of each parameter chunk. Where computing happens on the host these are
+            neighbours in memory, so that the whole run is one tensor.
+        working: makes the regions of gradient chunks (which may have to be reachable by an accelerator).
+    """
+    count = run.chunks
+    pieces = [run.extent(k) for k in range(count)]
+
+    def label(kind: Kind, k: int) -> str:
+        return f"{name} {kind.value} {k + 1}/{count}"
+
+    parameters = tuple(
+        Chunk(
+            Kind.PARAMETER,
+            label(Kind.PARAMETER, k),
+            place(start * run.dtype.itemsize, pages((stop - start) * run.dtype.itemsize)),
+        )
+        for k, (start, stop) in enumerate(pieces)
+    )
+    if not run.trained:
+        return RunStore(name, run, parameters, (), (), (), ())
+
+    def make(kind: Kind, itemsize: int, source: Reserve) -> tuple[Chunk, ...]:
+        return tuple(
+            Chunk(kind, label(kind, k), source(pages((stop - start) * itemsize)))
+            for k, (start, stop) in enumerate(pieces)
+        )
+
+    gradients = make(Kind.GRADIENT, run.dtype.itemsize, working)
+    totals = make(Kind.GRADIENT, torch.float32.itemsize, reserve)
+    if run.dtype is torch.float32:
+        totals = gradients
+    width = sum(dtype.itemsize for _, dtype in planes)
+    states = make(Kind.STATE, width, reserve) if width else ()
+    return RunStore(name, run, parameters, gradients, totals, states, tuple(planes))
+
+
+def span_bytes(run: Run) -> int:
+    """Host addresses a run's parameters need."""
+    return pages(run.numel * run.dtype.itemsize)
+
+
+def pages(nbytes: int) -> int:
+    """Round up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE

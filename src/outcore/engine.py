@@ -1,0 +1,389 @@
+"""offload(): wires the rooms together, decides nothing itself."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.chunks.layout import Entry, lay_out
+from outcore.chunks.pool import Pool
+from outcore.chunks.replacers import Belady
+from outcore.chunks.store import RunStore, build, span_bytes
+from outcore.errors import ModelError, StateError, UsageError
+from outcore.memory.budget import Budget, Limits
+from outcore.memory.device import find
+from outcore.memory.disk import DiskTier
+from outcore.memory.host import Region, reserve
+from outcore.memory.ledger import Ledger, Snapshot
+from outcore.memory.sizes import parse_size
+from outcore.model import weights as weights_of
+from outcore.model.activations import recompute
+from outcore.model.backward import BackwardPass
+from outcore.model.directory import Directory
+from outcore.model.hooks import PointHooks
+from outcore.model.laps import Laps
+from outcore.model.placement import move_buffers, replace_data, wants_fp32
+from outcore.model.policies import Activations, Precision
+from outcore.model.residency import Residency
+from outcore.model.stage import HostStage, Stage
+from outcore.model.unit import Binding, Unit, resting
+from outcore.model.units import discover
+from outcore.optim.gradients import Gradients
+from outcore.optim.kernels import GradTransform, Rule, workers
+from outcore.optim.optimizer import Optimizer
+from outcore.optim.pipeline import Due, Pipeline, master_kind
+from outcore.optim.scaling import LossScale
+from outcore.planning.minimum import check, needs
+from outcore.trace.clock import Clock
+from outcore.trace.gauge import Gauge, HostGauge
+from outcore.trace.schedule import Schedule
+
+_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+
+
+class Engine:
+    """Everything behind one offloaded model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        *,
+        limits: Limits,
+        device: torch.device,
+        precision: Precision,
+        activations: Activations,
+        patterns: Sequence[str] | None,
+        chunk_bytes: int,
+        prefetch: bool,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.rule: Rule | None = None if optimizer is None else optimizer.rule
+        self.precision = precision
+        self.plans, self.points = discover(model, patterns)
+        if not self.plans:
+            raise ModelError("the model has no parameters")
+        self._undo: list[Any] = []
+        self.ledger = Ledger(budget={"host": limits.host})
+        self.units, spans = self._build_units(device, chunk_bytes)
+        found = needs(self.units, self.points)
+        check(found, limits.host, sum(disk.nbytes for disk in limits.disk))
+        if limits.disk:
+            self.ledger.budget["disk"] = sum(disk.nbytes for disk in limits.disk)
+        self.disk = DiskTier.open(limits.disk, ledger=self.ledger) if limits.disk else None
+        schedule = Schedule()
+        self.pool = Pool(self.ledger, self.disk, limits.host, schedule, Belady(schedule), prefetch)
+        self.clock = Clock(schedule, self.pool)
+        stores = [store for unit in self.units for store in unit.stores]
+        self.gradients = Gradients(stores, self.pool, workers())
+        self.stage: Stage = HostStage(self.pool, spans, self.gradients)
+        self.gauge: Gauge = HostGauge(self.pool, self.ledger, limits.host, self._outside)
+        self.residency = Residency(self.stage, self.clock, lambda unit: None)
+        self.backward = BackwardPass(self.residency, self.stage.gradients_complete, self._backward_over)
+        self.pipeline = (
+            None
+            if self.rule is None
+            else Pipeline(
+                self.rule, stores, self.gradients, self.pool, self.clock, self.ledger, workers()
+            )
+        )
+        self._resting = {
+            b.resting.untyped_storage().data_ptr(): b.name for unit in self.units for b in unit.bindings
+        }
+        self._activations = activations
+
+    # -- construction -----------------------------------------------------------------------------
+
+    def _build_units(
+        self, device: torch.device, chunk_bytes: int
+    ) -> tuple[list[Unit], dict[RunStore, Region]]:
+        trained = self._numbers()
+        keep = wants_fp32(self.model)
+        spans: dict[RunStore, Region] = {}
+        units = []
+        for index, plan in enumerate(self.plans):
+            entries, found = [], {}
+            for name, parameter in plan.parameters:
+                number = self._number_of.setdefault(parameter, len(self._number_of))
+                dtype = self._dtype_of(parameter, keep)
+                entries.append(Entry(number, parameter.shape, dtype, parameter in trained))
+                found[number] = (name, parameter)
+            stores, bindings = [], []
+            for run in lay_out(entries, chunk_bytes // self.precision.dtype.itemsize):
+                planes = ()
+                if run.trained:
+                    assert self.rule is not None
+                    types = self.rule.planes(run.dtype, master_kind(self.rule, run.dtype))
+                    planes = tuple((plane.name, plane.dtype) for plane in types)
+                span = reserve(span_bytes(run))
+                store = build(plan.name, run, planes, span.slice, reserve)
+                spans[store] = span
+                stores.append(store)
+                for slot in run.slots:
+                    name, parameter = found[slot.index]
+                    rest = resting(slot.shape, run.dtype, device)
+                    bindings.append(Binding(name, parameter, store, slot, rest))
+            units.append(Unit(index, plan.name, tuple(stores), tuple(bindings)))
+        return units, spans
+
+    def _numbers(self) -> set[nn.Parameter]:
+        """Number the optimizer's parameters as it does, and find those that are trained."""
+        self._number_of: dict[nn.Parameter, int] = {}
+        if self.optimizer is None:
+            return set()
+        ours = {p for plan in self.plans for _, p in plan.parameters}
+        for number, parameter in enumerate(self.optimizer.parameters()):
+            if parameter not in ours:
+                raise ModelError(
+                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not in the model"
+                )
+            self._number_of[parameter] = number
+        return {p for p in self._number_of if p.requires_grad}
+
+    def _dtype_of(self, parameter: nn.Parameter, keep: set[nn.Parameter]) -> torch.dtype:
+        if not parameter.is_floating_point() or parameter in keep:
+            return parameter.dtype
+        return self.precision.dtype
+
+    def fill(self, source: weights_of.Source) -> None:
+        """Write the first values, unit by unit; afterwards the model itself holds no memory."""
+        for unit, plan in zip(self.units, self.plans, strict=True):
+            weights_of.fill(unit, plan, source, self.pool, self.rule)
+            for binding in unit.bindings:
+                replace_data(binding.parameter, binding.resting)
+        move_buffers(self.model, self.stage.device)
+
+    def attach(self) -> None:
+        """Hang the hooks in and hand the optimizer its work."""
+        model = self.model
+        recomputes = self._activations.blocks == "recompute" and not getattr(
+            model, "is_gradient_checkpointing", False
+        )
+        for point in self.points:
+            opened = tuple(self.units[i] for i in point.units)
+            self._undo.append(PointHooks(point.module, opened, self.residency, self.backward).remove)
+            if recomputes and point.block:
+                self._undo.append(recompute(point.module))
+        self._undo.append(
+            Laps(
+                model, self.stage.device, self.precision.dtype, self.clock, self.gauge, self.backward
+            ).remove
+        )
+        for unit in self.units:
+            for binding in unit.bindings:
+                if binding.parameter.requires_grad:
+                    self._undo.append(self._watch(unit, binding).remove)
+        self._undo.append(model.register_state_dict_pre_hook(self._refuse_state_dict).remove)
+        if self.optimizer is not None:
+            scale = LossScale() if self.precision.compute == "fp16" else None
+            self.optimizer.bind(self, scale)
+
+    def _watch(self, unit: Unit, binding: Binding) -> Any:
+        def accumulated(parameter: torch.Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            if binding.store.run.trained:
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                self.stage.collect(unit, binding, gradient.detach())
+            self.backward.accumulated(unit, binding.slot.index)
+
+        return binding.parameter.register_post_accumulate_grad_hook(accumulated)
+
+    # -- callbacks --------------------------------------------------------------------------------
+
+    def _outside(self, address: int) -> None:
+        name = self._resting.get(address)
+        if name is not None:
+            raise ModelError(
+                f"the parameter {name} was used outside of the module that owns it: name a module that covers "
+                "its use as a unit, offload(..., units=[...])"
+            )
+
+    def _backward_over(self) -> None:
+        pass
+
+    def _refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if any(unit.opened == 0 for unit in self.units):
+            raise StateError(
+                "an offloaded model's state_dict() would hold no values: use outcore.gather(model) around it, "
+                "or outcore.weights(model), which yields one parameter at a time"
+            )
+
+    # -- the optimizer's backend ------------------------------------------------------------------
+
+    def sum_of_squares(self, transform: GradTransform) -> float:
+        self.stage.synchronize()
+        return self.gradients.sum_of_squares(transform)
+
+    def present(self) -> set[int]:
+        return {
+            slot.index
+            for unit in self.units
+            for store in unit.stores
+            for slot in store.run.slots
+            if self.gradients.present(slot)
+        }
+
+    def apply(self, due: Due) -> None:
+        assert self.pipeline is not None
+        self.gauge.end()
+        self.pipeline.run(due)
+        for unit in self.units:
+            self.stage.stale(unit)
+
+    def clear(self) -> None:
+        self.stage.synchronize()
+        self.gradients.clear()
+
+    def state(self, index: int) -> Mapping[str, torch.Tensor]:
+        assert self.rule is not None
+        for unit in self.units:
+            for binding in unit.bindings:
+                if binding.slot.index == index:
+                    return weights_of.moments(binding, self.pool, self.rule)
+        raise KeyError(index)
+
+    # -- reading and the end ----------------------------------------------------------------------
+
+    def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for unit in self.units:
+            yield from weights_of.masters(unit, self.pool, self.rule)
+
+    def shut(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self.gauge.end()
+        self.backward.reset()
+        self.stage.shut()
+        self.pool.close()
+        if self.disk is not None:
+            self.disk.close()
+
+
+def offload(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    budget: Budget | None = None,
+    precision: Precision | None = None,
+    activations: Activations | None = None,
+    device: str | torch.device | None = None,
+    weights: str | Path | None = None,
+    units: Sequence[str] | None = None,
+    chunk_size: str | int = "8MiB",
+    prefetch: bool = True,
+) -> nn.Module:
+    """Spread a model's states over device, host and disk. Works in place; names and shapes stay.
+
+    Args:
+        model: any module. Parameters on ``meta`` are initialised, or loaded from ``weights``, unit by unit.
+        optimizer: one of outcore's, made from the model's parameters. Without one, parameters are streamed for inference.
+        budget: bytes per tier. By default what the machine leaves free, and no disk.
+        precision: the dtype to compute in; bf16 with fp32 masters by default.
+        activations: whether blocks keep or recompute what backward needs.
+        device: where to compute; by default the accelerator if there is one.
+        weights: a directory of safetensors files to load from.
+        units: names (or shell patterns) of modules to fetch as a whole, where the default is not right.
+        chunk_size: the most bytes of parameters that move as one piece.
+        prefetch: read ahead in the recorded order.
+
+    Returns:
+        The model.
+
+    Raises:
+        UsageError: a setting that can't mean anything.
+        ModelError: a model or weights that don't fit together.
+        BudgetError: the run can't fit; says what would.
+    """
+    if model in _engines:
+        raise StateError("this model is offloaded already")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"offload() needs one of outcore's optimizers, not {type(optimizer).__name__}: use outcore.AdamW and "
+            f"the like, or outcore.Foreign(torch.optim.{type(optimizer).__name__}, model.parameters(), ...)"
+        )
+    place = find(device)
+    engine = Engine(
+        model,
+        optimizer,
+        limits=(budget or Budget()).limits(None),
+        device=place,
+        precision=precision or Precision(),
+        activations=activations or Activations(),
+        patterns=units,
+        chunk_bytes=parse_size(chunk_size),
+        prefetch=prefetch,
+    )
+    try:
+        if weights is not None:
+            source: weights_of.Source = Directory(weights, model)
+        elif weights_of.has_meta(engine.plans):
+            source = weights_of.Initialised(model)
+        else:
+            source = weights_of.InMemory()
+        engine.fill(source)
+        engine.attach()
+    except BaseException:
+        engine.shut()
+        raise
+    _engines[model] = engine
+    return model
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine behind an offloaded model.
+
+    Raises:
+        StateError: the model is not offloaded.
+    """
+    try:
+        return _engines[model]
+    except KeyError:
+        raise StateError("this model is not offloaded: call outcore.offload(model, ...) first") from None
+
+
+def weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter's name and full-precision value, one at a time, on the CPU.
+
+    Trained parameters come as their fp32 master, others in the dtype they are computed in.
+    """
+    return engine_of(model).masters()
+
+
+@contextmanager
+def gather(model: nn.Module) -> Iterator[None]:
+    """Open all parameters for reading: inside, they have their values, in the compute dtype.
+
+    Raises:
+        BudgetError: the budget can't hold them all at once.
+    """
+    engine = engine_of(model)
+    entered = []
+    try:
+        for unit in engine.units:
+            engine.residency.enter(unit, "read")
+            entered.append(unit)
+        yield
+    finally:
+        for unit in entered:
+            engine.residency.leave(unit)
+
+
+def snapshot(model: nn.Module) -> Snapshot:
+    """What each tier holds, what each link moved and where time went, since `offload`."""
+    return engine_of(model).ledger.snapshot()
+
+
+def release(model: nn.Module) -> None:
+    """Close files and threads and give all memory back. The model's parameters have no values afterwards."""
+    engine = _engines.pop(model, None)
+    if engine is not None:
+        engine.shut()

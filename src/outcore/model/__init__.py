@@ -1,0 +1,1 @@
+"""The module: units and their hooks, what activations cost, and how weights come in and out."""

@@ -1,0 +1,66 @@
+"""The model's own hook: where a lap begins, and what its inputs need before they enter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.model.backward import BackwardPass
+from outcore.model.trees import change_tensors, tensors_of
+from outcore.trace.clock import Clock
+from outcore.trace.gauge import Gauge
+
+
+class Laps:
+    """Begins a lap with each outermost forward of the model, on inputs moved and cast to where it computes.
+
+    Args:
+        dtype: floating inputs are cast to it, as the parameters were.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        dtype: torch.dtype,
+        clock: Clock,
+        gauge: Gauge,
+        backward: BackwardPass,
+    ) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._clock = clock
+        self._gauge = gauge
+        self._backward = backward
+        self._depth = 0
+        self._handles = [
+            model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._depth += 1
+        if self._depth == 1 and not self._backward.running:
+            size = sum(tensor.numel() for tensor in tensors_of((args, kwargs)))
+            self._backward.reset()  # of a pass that raised
+            key = ("forward", torch.is_grad_enabled(), module.training)
+            self._gauge.begin(key, size)
+            self._clock.lap(key)
+        return change_tensors(args, self._place), change_tensors(kwargs, self._place)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._depth -= 1
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+        if tensor.dtype is dtype and tensor.device == self._device:
+            return tensor
+        return tensor.to(self._device, dtype)

@@ -1,0 +1,52 @@
+"""Opening and closing units: the one place where parameters are pointed at memory and away from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+
+from outcore.model.stage import Stage
+from outcore.model.unit import Unit
+from outcore.trace.clock import Clock
+
+Phase = Literal["forward", "backward", "read"]
+
+
+class Residency:
+    """Counts who needs a unit. Nested and repeated openings are legal.
+
+    Args:
+        settle: called with a unit before it is opened; returns once no update of it is outstanding.
+    """
+
+    def __init__(self, stage: Stage, clock: Clock, settle: Callable[[Unit], None]) -> None:
+        self._stage = stage
+        self._clock = clock
+        self._settle = settle
+        self._views: dict[Unit, Sequence[torch.Tensor]] = {}
+
+    def enter(self, unit: Unit, phase: Phase) -> None:
+        """Open a unit: its parameters have their values until the matching `leave`."""
+        if unit.opened == 0:
+            needs = unit.parameter_chunks
+            if phase == "backward":
+                needs += unit.gradient_chunks
+            self._settle(unit)
+            self._clock.tick((phase, unit.index), needs)
+            self._stage.open(unit)
+            if unit not in self._views:
+                self._views[unit] = self._stage.views(unit)
+            for binding, tensor in zip(unit.bindings, self._views[unit], strict=True):
+                binding.parameter.data = tensor
+        unit.opened += 1
+
+    def leave(self, unit: Unit) -> None:
+        """Undo one `enter`."""
+        assert unit.opened > 0, unit.name
+        unit.opened -= 1
+        if unit.opened == 0:
+            for binding in unit.bindings:
+                binding.parameter.data = binding.resting
+            self._stage.close(unit)

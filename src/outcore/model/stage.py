@@ -1,0 +1,98 @@
+"""Where a unit's parameters are while its module runs, and where its gradients land.
+
+[Note: Stable addresses]
+Autograd saves aliases of parameters in forward and reads them in backward. Whatever is released in
+between must come back at the address it had. On the host every run has its own range of addresses for good;
+pages come and go beneath it. (On an accelerator the same is done with resizable storages: see
+`outcore.model.device_stage`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from outcore.chunks.pool import Access, Guard, Pool
+from outcore.chunks.store import RunStore
+from outcore.memory.host import Region
+from outcore.model.unit import Binding, Unit
+from outcore.optim.gradients import Gradients
+
+
+class Stage(Protocol):
+    """The memory that the computing device reads parameters from."""
+
+    device: torch.device
+
+    def views(self, unit: Unit) -> Sequence[torch.Tensor]:
+        """The tensors that the unit's parameters point at while it is open, one per binding."""
+
+    def open(self, unit: Unit) -> None:
+        """Bring the unit's parameters, or wait until they are there."""
+
+    def close(self, unit: Unit) -> None:
+        """The unit is not used for now: its memory may be taken."""
+
+    def stale(self, unit: Unit) -> None:
+        """The unit's parameters changed on the host: copies elsewhere are worth nothing now."""
+
+    def collect(self, unit: Unit, binding: Binding, gradient: torch.Tensor) -> None:
+        """Take over a parameter's gradient."""
+
+    def gradients_complete(self, unit: Unit) -> None:
+        """No more gradients of this unit come from the current backward."""
+
+    def synchronize(self) -> None:
+        """Wait until all gradients have arrived on the host."""
+
+    def shut(self) -> None:
+        """Give everything back."""
+
+
+class HostStage:
+    """Computing on the CPU: parameters are used where their chunks lie."""
+
+    def __init__(self, pool: Pool, spans: dict[RunStore, Region], gradients: Gradients) -> None:
+        self.device = torch.device("cpu")
+        self._pool = pool
+        self._gradients = gradients
+        self._guards: dict[Unit, Guard] = {}
+        self._flats = {
+            store: span.tensor[: store.run.numel * store.run.dtype.itemsize].view(store.run.dtype)
+            for store, span in spans.items()
+        }
+
+    def views(self, unit: Unit) -> Sequence[torch.Tensor]:
+        return [view(self._flats[b.store], b) for b in unit.bindings]
+
+    def open(self, unit: Unit) -> None:
+        self._guards[unit] = self._pool.guard(unit.parameter_chunks, Access.READ)
+
+    def close(self, unit: Unit) -> None:
+        self._guards.pop(unit).close()
+
+    def stale(self, unit: Unit) -> None:
+        pass
+
+    def collect(self, unit: Unit, binding: Binding, gradient: torch.Tensor) -> None:
+        self._gradients.add(binding.store, binding.slot, gradient.contiguous())
+
+    def gradients_complete(self, unit: Unit) -> None:
+        for store in unit.stores:
+            self._gradients.measure(store)
+
+    def synchronize(self) -> None:
+        pass
+
+    def shut(self) -> None:
+        for guard in self._guards.values():
+            guard.close()
+        self._guards.clear()
+
+
+def view(flat: torch.Tensor, binding: Binding) -> torch.Tensor:
+    """A parameter within its run's flat tensor."""
+    slot = binding.slot
+    return flat[slot.offset : slot.offset + slot.numel].view(slot.shape)

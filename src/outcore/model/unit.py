@@ -1,0 +1,63 @@
+"""A unit at run time: its parameters bound to their places in chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from outcore.chunks.chunk import Chunk
+from outcore.chunks.layout import Slot
+from outcore.chunks.store import RunStore
+
+
+@dataclass(eq=False)
+class Binding:
+    """A parameter and its place.
+
+    Attributes:
+        name: the parameter's full name.
+        resting: what the parameter reads as while its unit is closed: one NaN, expanded to its shape, so that
+            a use outside of a guard is loud and a write raises.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    store: RunStore
+    slot: Slot
+    resting: torch.Tensor
+
+
+@dataclass(eq=False)
+class Unit:
+    """The parameters fetched together, and their chunks.
+
+    Attributes:
+        opened: how many guards hold it open; its parameters point at real values while it is above 0.
+    """
+
+    index: int
+    name: str
+    stores: tuple[RunStore, ...]
+    bindings: tuple[Binding, ...]
+    opened: int = field(default=0, init=False)
+
+    @property
+    def parameter_chunks(self) -> tuple[Chunk, ...]:
+        return tuple(chunk for store in self.stores for chunk in store.parameters)
+
+    @property
+    def gradient_chunks(self) -> tuple[Chunk, ...]:
+        chunks = dict.fromkeys(chunk for store in self.stores for chunk in store.gradients)
+        return tuple(chunks | dict.fromkeys(chunk for store in self.stores for chunk in store.totals))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the unit's parameters, padding to pages included."""
+        return sum(chunk.nbytes for chunk in self.parameter_chunks)
+
+
+def resting(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A NaN of the given shape that occupies one element."""
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)

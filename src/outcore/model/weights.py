@@ -1,0 +1,163 @@
+"""Where a model's first values come from, one unit at a time, and how they get into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from outcore.chunks.pool import Access, Pool
+from outcore.chunks.store import RunStore
+from outcore.errors import ModelError
+from outcore.model.unit import Binding, Unit
+from outcore.model.units import UnitPlan
+from outcore.optim.kernels import Rule
+
+
+class Source(Protocol):
+    """Gives the values of a unit's parameters."""
+
+    def values(self, plan: UnitPlan) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each parameter of the unit with a tensor of its shape on the CPU, of any floating dtype."""
+
+
+class InMemory:
+    """A model that holds its weights already."""
+
+    def values(self, plan: UnitPlan) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in plan.parameters:
+            yield name, parameter.detach().cpu()
+
+
+class Initialised:
+    """A model on ``meta``: each unit is built on the CPU in fp32 and initialised as its modules do it themselves.
+
+    A model with ``_init_weights`` (transformers) has that applied to each module, children first; others their
+    modules' ``reset_parameters``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    @torch.no_grad()
+    def values(self, plan: UnitPlan) -> Iterator[tuple[str, torch.Tensor]]:
+        wanted = {id(parameter): name for name, parameter in plan.parameters}
+        modules = list(plan.module.modules()) if plan.whole else [plan.module]
+        places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        real: dict[int, nn.Parameter] = {}
+        lists = [c for c in plan.module.children() if isinstance(c, (nn.ParameterList, nn.ParameterDict))]
+        for module in dict.fromkeys(modules + lists):
+            for key, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in wanted:
+                    places.append((module, key, parameter))
+                    if id(parameter) not in real:
+                        empty = torch.zeros(parameter.shape, dtype=torch.float32)
+                        real[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for module, key, parameter in places:
+            module._parameters[key] = real[id(parameter)]
+        try:
+            for module in reversed(modules):
+                self._initialise(module)
+        finally:
+            for module, key, parameter in places:
+                module._parameters[key] = parameter
+        for name, parameter in plan.parameters:
+            yield name, real[id(parameter)].detach()
+
+    def _initialise(self, module: nn.Module) -> None:
+        own = getattr(self._model, "_init_weights", None)
+        if callable(own):
+            if all(not p.is_meta for p in module.parameters()):
+                own(module)
+            return
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if callable(reset):
+            reset()
+        elif any(True for _ in module.parameters(recurse=False)):
+            raise ModelError(
+                f"the model is on 'meta' and {type(module).__name__} has no reset_parameters() to initialise it: "
+                "load weights from a directory, or build the model on the CPU"
+            )
+
+
+@torch.no_grad()
+def fill(unit: Unit, plan: UnitPlan, source: Source, pool: Pool, rule: Rule | None) -> None:
+    """Write a unit's first values: parameters, and for trained ones masters and fresh moments.
+
+    Args:
+        rule: the update rule of trained runs.
+    """
+    bindings = {binding.name: binding for binding in unit.bindings}
+    for name, values in source.values(plan):
+        binding = bindings[name]
+        if values.shape != binding.slot.shape:
+            raise ModelError(
+                f"{name}: the weights have shape {list(values.shape)}, the model {list(binding.slot.shape)}"
+            )
+        write(binding, values, pool, rule)
+
+
+def write(binding: Binding, values: torch.Tensor, pool: Pool, rule: Rule | None) -> None:
+    """Set one parameter, and where it is trained its master; its moments start anew."""
+    store, slot = binding.store, binding.slot
+    flat = values.reshape(-1)
+    for k in store.run.covering(slot):
+        for segment in store.run.segments(k):
+            if segment.slot is not slot:
+                continue
+            piece = flat[segment.first : segment.first + segment.stop - segment.start]
+            part = slice(segment.start, segment.stop)
+            with pool.guard((store.parameters[k], *store.states[k : k + 1]), Access.WRITE):
+                if store.states and rule is not None:
+                    planes = tuple(plane[part] for plane in store.state(k))
+                    rule.initialise(planes, store.parameter(k)[part], piece.float())
+                else:
+                    store.parameter(k)[part].copy_(piece)
+
+
+def masters(unit: Unit, pool: Pool, rule: Rule | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter's value in full precision: the fp32 master where there is one."""
+    for binding in unit.bindings:
+        yield binding.name, _read(binding.store, binding, pool, rule)
+
+
+def _read(store: RunStore, binding: Binding, pool: Pool, rule: Rule | None) -> torch.Tensor:
+    slot = binding.slot
+    trained = bool(store.states) and rule is not None
+    out = torch.empty(slot.numel, dtype=torch.float32 if trained else store.run.dtype)
+    for k in store.run.covering(slot):
+        for segment in store.run.segments(k):
+            if segment.slot is not slot:
+                continue
+            part = slice(segment.start, segment.stop)
+            piece = out[segment.first : segment.first + segment.stop - segment.start]
+            with pool.guard((store.parameters[k], *store.states[k : k + 1]), Access.READ):
+                if trained:
+                    assert rule is not None
+                    planes = tuple(plane[part] for plane in store.state(k))
+                    rule.master(store.parameter(k)[part], planes, piece)
+                else:
+                    piece.copy_(store.parameter(k)[part])
+    return out.view(slot.shape)
+
+
+def moments(binding: Binding, pool: Pool, rule: Rule) -> Mapping[str, torch.Tensor]:
+    """A trained parameter's moments, by torch's names, in its shape."""
+    store, slot = binding.store, binding.slot
+    parts: dict[str, list[torch.Tensor]] = {}
+    for k in store.run.covering(slot):
+        for segment in store.run.segments(k):
+            if segment.slot is slot and store.states:
+                part = slice(segment.start, segment.stop)
+                with pool.guard([store.states[k]], Access.READ):
+                    found = rule.moments(tuple(plane[part] for plane in store.state(k)))
+                    for name, tensor in found.items():
+                        parts.setdefault(name, []).append(tensor.clone())
+    return {name: torch.cat(pieces).view(slot.shape) for name, pieces in parts.items()}
+
+
+def has_meta(plans: Sequence[UnitPlan]) -> bool:
+    """Whether any parameter has no values yet."""
+    return any(parameter.is_meta for plan in plans for _, parameter in plan.parameters)

@@ -1,0 +1,176 @@
+"""Gradients between backward and update: summed per chunk, and measured for the norm as they arrive.
+
+[Note: Gradient width]
+The first contribution of a step is kept as backward made it, in the parameter's dtype: nothing is
+gained by widening it. With a second contribution (gradient accumulation) the chunk is widened to fp32 and
+stays so until the update, so that bf16 sums don't lose small terms. The result depends on the order of
+backward passes alone, never on where a chunk lies.
+
+[Note: Norm]
+Each time a chunk is complete, float64 sums of squares are taken for each block of `BLOCK` elements, while
+its bytes are still at hand. The norm is the square root of their exact sum (`math.fsum`), so it has the same
+bits for every chunk size, tier split and number of threads, and costs no pass of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from outcore.chunks.chunk import Chunk
+from outcore.chunks.layout import BLOCK, Slot
+from outcore.chunks.pool import Access, Guard, Pool
+from outcore.chunks.store import RunStore
+from outcore.optim.kernels import GradTransform, Workers, accumulate, sum_of_squares
+
+PLAIN = GradTransform()
+
+
+class Gradients:
+    """The gradients of one step, over all trained runs."""
+
+    def __init__(self, stores: Iterable[RunStore], pool: Pool, workers: Workers) -> None:
+        self._stores = tuple(store for store in stores if store.run.trained)
+        self._pool = pool
+        self._workers = workers
+        self._present: set[int] = set()
+        self._wide: set[Chunk] = set()
+        self._begun: set[Chunk] = set()
+        self._unmeasured: dict[RunStore, set[int]] = {}
+        self._sums: dict[tuple[RunStore, int], torch.Tensor] = {}
+
+    # -- arriving ---------------------------------------------------------------------------------
+
+    def add(self, store: RunStore, slot: Slot, gradient: torch.Tensor) -> None:
+        """Add one parameter's gradient, a contiguous host tensor of the run's dtype."""
+        flat = gradient.reshape(-1)
+        for k in store.run.covering(slot):
+            for segment in store.run.segments(k):
+                if segment.slot is slot:
+                    piece = flat[segment.first : segment.first + segment.stop - segment.start]
+                    again = slot.index in self._present
+                    self._add(store, k, segment.start, segment.stop, piece, again)
+        self._present.add(slot.index)
+
+    def _add(
+        self, store: RunStore, k: int, start: int, stop: int, piece: torch.Tensor, again: bool
+    ) -> None:
+        if again:
+            self._widen(store, k)
+        if self._is_wide(store, k):
+            with self._pool.guard([store.totals[k]], self._access(store.totals[k])):
+                accumulate(store.total(k)[start:stop], piece, workers=self._workers)
+        else:
+            with self._pool.guard([store.gradients[k]], self._access(store.gradients[k])):
+                store.gradient(k)[start:stop].copy_(piece)
+        self._unmeasured.setdefault(store, set()).add(k)
+
+    def open_first(self, store: RunStore, k: int) -> Guard | None:
+        """Open an untouched gradient chunk, to be filled whole by a copy; ``None`` if it has gradients."""
+        if store.gradients[k] in self._begun:
+            return None
+        return self._pool.guard([store.gradients[k]], self._access(store.gradients[k]))
+
+    def filled(self, store: RunStore, k: int, slots: Iterable[Slot]) -> None:
+        """The chunk opened by `open_first` now holds the gradients of ``slots``."""
+        self._present.update(slot.index for slot in slots)
+        self._unmeasured.setdefault(store, set()).add(k)
+
+    def add_whole(self, store: RunStore, k: int, values: torch.Tensor, slots: Iterable[Slot]) -> None:
+        """Add a whole chunk of gradients (zero where a parameter has none)."""
+        self._widen(store, k)
+        with self._pool.guard([store.totals[k]], self._access(store.totals[k])):
+            accumulate(store.total(k), values, workers=self._workers)
+        self.filled(store, k, slots)
+
+    def _access(self, chunk: Chunk) -> Access:
+        """Nothing of a chunk's last step is read back."""
+        if chunk in self._begun:
+            return Access.WRITE
+        self._begun.add(chunk)
+        return Access.FRESH
+
+    def _is_wide(self, store: RunStore, k: int) -> bool:
+        return store.totals is store.gradients or store.totals[k] in self._wide
+
+    def _widen(self, store: RunStore, k: int) -> None:
+        if self._is_wide(store, k):
+            return
+        narrow, total = store.gradients[k], store.totals[k]
+        with (
+            self._pool.guard([narrow], Access.READ),
+            self._pool.guard([total], self._access(total)),
+        ):
+            store.total(k).copy_(store.gradient(k))
+        self._wide.add(total)
+        self._pool.discard([narrow])
+
+    # -- complete ---------------------------------------------------------------------------------
+
+    def measure(self, store: RunStore) -> None:
+        """Take the sums of squares of the chunks that changed; called when a unit's backward is over."""
+        for k in sorted(self._unmeasured.pop(store, ())):
+            with self._pool.guard([self.chunk(store, k)], Access.READ):
+                self._sums[store, k] = self._squares(store, k, PLAIN)
+
+    def _squares(self, store: RunStore, k: int, transform: GradTransform) -> torch.Tensor:
+        values = self.values(store, k)
+        sums = torch.zeros(-(-values.numel() // BLOCK), dtype=torch.float64)
+        sum_of_squares(values, sums, transform=transform, workers=self._workers)
+        return sums
+
+    def sum_of_squares(self, transform: GradTransform = PLAIN) -> float:
+        """The exact sum of the squares of all gradients; inf or NaN if one of them is.
+
+        Args:
+            transform: taken into account if it clamps, which needs another pass.
+        """
+        for store in tuple(self._unmeasured):
+            self.measure(store)
+        if math.isinf(transform.clamp):
+            sums = [value for (_, _), block in self._ordered() for value in block.tolist()]
+        else:
+            sums = []
+            for (store, k), _ in self._ordered():
+                with self._pool.guard([self.chunk(store, k)], Access.READ):
+                    sums += self._squares(store, k, transform).tolist()
+        if not all(map(math.isfinite, sums)):
+            return math.nan if any(map(math.isnan, sums)) else math.inf
+        return math.fsum(sums)
+
+    def _ordered(self) -> list[tuple[tuple[RunStore, int], torch.Tensor]]:
+        rank = {store: position for position, store in enumerate(self._stores)}
+        return sorted(self._sums.items(), key=lambda item: (rank[item[0][0]], item[0][1]))
+
+    # -- used -------------------------------------------------------------------------------------
+
+    def present(self, slot: Slot) -> bool:
+        """Whether the parameter received a gradient since the last `clear`."""
+        return slot.index in self._present
+
+    def begun(self, store: RunStore, k: int) -> bool:
+        """Whether any parameter of the chunk received a gradient."""
+        return store.gradients[k] in self._begun or store.totals[k] in self._begun
+
+    def chunk(self, store: RunStore, k: int) -> Chunk:
+        """The chunk that holds the gradients."""
+        return store.totals[k] if self._is_wide(store, k) else store.gradients[k]
+
+    def values(self, store: RunStore, k: int) -> torch.Tensor:
+        """The gradients of chunk ``k``, shape [elements]; valid under a guard of `chunk`."""
+        return store.total(k) if self._is_wide(store, k) else store.gradient(k)
+
+    def discard(self, store: RunStore, k: int) -> None:
+        """Give the bytes of chunk ``k`` back once its update is done."""
+        self._pool.discard({store.gradients[k], store.totals[k]} & self._begun)
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self._pool.discard(self._begun)
+        self._begun.clear()
+        self._wide.clear()
+        self._present.clear()
+        self._unmeasured.clear()
+        self._sums.clear()

@@ -1,0 +1,213 @@
+"""The optimizers users hold: real `torch.optim.Optimizer` objects whose work is done chunk by chunk.
+
+Until `outcore.offload` binds it, an optimizer works wholly in memory on its parameters' ``.grad``, with the
+same kernels: that is the reference every placement is compared with.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, overload
+
+import torch
+
+from outcore.errors import NonFiniteError, StateError, UsageError
+from outcore.optim import clipping
+from outcore.optim.kernels import GradTransform, Rule
+from outcore.optim.local import LocalBackend
+from outcore.optim.pipeline import Due
+from outcore.optim.scaling import LossScale
+
+
+class Backend(Protocol):
+    """Where an optimizer's gradients and states are. Parameters are numbered in the order of the groups."""
+
+    def sum_of_squares(self, transform: GradTransform) -> float:
+        """The exact sum of squares of all gradients, inf or NaN if one of them is."""
+
+    def present(self) -> set[int]:
+        """The parameters that have a gradient."""
+
+    def apply(self, due: Due) -> None:
+        """Update all parameters that have a gradient, and forget the gradients."""
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+
+    def state(self, index: int) -> Mapping[str, torch.Tensor]:
+        """The moments of one parameter, by torch's names, in its shape."""
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Base of outcore's optimizers.
+
+    Args:
+        params: parameters or parameter groups.
+        defaults: hyperparameters of groups that do not state their own.
+        rule: the update rule.
+
+    Attributes:
+        skipped_steps: steps left out because a gradient was not finite.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        defaults: dict[str, Any],
+        rule: Rule,
+    ) -> None:
+        self.rule = rule
+        self.skipped_steps = 0
+        self.loss_scale: LossScale | None = None
+        self._backend: Backend | None = None
+        self._bound = False
+        self._steps: dict[int, int] = {}
+        self._transform = GradTransform()
+        super().__init__(params, defaults)
+
+    # -- binding ----------------------------------------------------------------------------------
+
+    def bind(self, backend: Backend, loss_scale: LossScale | None) -> None:
+        """Hand the work over to an engine. Called by `outcore.offload`.
+
+        Raises:
+            StateError: it is bound already, or has stepped.
+        """
+        if self._bound:
+            raise StateError("this optimizer already belongs to an offloaded model")
+        if self._steps:
+            raise StateError("offload the model before the optimizer's first step")
+        self._backend, self._bound, self.loss_scale = backend, True, loss_scale
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """All parameters, in the order in which they are numbered."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def group_of(self) -> dict[int, int]:
+        """Parameter number to group number."""
+        numbers = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
+        return dict(enumerate(numbers))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._bound:
+            raise StateError("parameter groups can't be added after offload(): add them before it")
+        super().add_param_group(param_group)
+
+    def _work(self) -> Backend:
+        if self._backend is None:
+            self._backend = LocalBackend(self.rule, self.parameters())
+        return self._backend
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """``loss.backward()``, with the loss scaled where fp16 asks for it."""
+        scale = self.loss_scale
+        (loss if scale is None else loss * scale.value).backward()  # type: ignore[no-untyped-call]
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients down so that their joint norm is at most ``max_norm``.
+
+        Works like `torch.nn.utils.clip_grad_norm_`; the factor is applied in fp32 within the update.
+
+        Args:
+            max_norm: the largest norm, positive.
+            norm_type: only the Euclidean norm, 2, is known.
+            error_if_nonfinite: raise if the norm is not finite. Otherwise `step` will skip.
+
+        Returns:
+            The norm before clipping, an fp32 scalar on the CPU.
+        """
+        if norm_type != 2.0:
+            raise UsageError(f"only the 2-norm can be clipped, not norm_type={norm_type}")
+        if not max_norm > 0:
+            raise UsageError(f"a norm can only be clipped to a positive value, not to {max_norm}")
+        transform = self._unscaled()
+        total = clipping.norm(self._work().sum_of_squares(transform), transform)
+        if not math.isfinite(total):
+            if error_if_nonfinite:
+                raise NonFiniteError(f"the gradient norm is {total}")
+            return torch.tensor(total)
+        self._transform = clipping.scaled(self._transform, clipping.clip_factor(total, max_norm))
+        return torch.tensor(total)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every gradient to [-clip_value, clip_value], as `torch.nn.utils.clip_grad_value_`."""
+        transform = self._unscaled()
+        if self.loss_scale is not None:
+            # the clamp comes after unscaling, so the unscaling must be part of what is noted
+            self._transform = transform
+        self._transform = clipping.clamped(self._transform, clip_value)
+
+    def _unscaled(self) -> GradTransform:
+        """What is noted so far, with the loss scale taken out of the gradients first."""
+        if self.loss_scale is None or not math.isinf(self._transform.clamp):
+            return self._transform
+        return clipping.scaled(self._transform, 1.0 / self.loss_scale.value)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update the parameters from the gradients of all backward passes since the last step.
+
+        A gradient that is inf or NaN skips the whole step, with a warning, and counts in `skipped_steps`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = self._work()
+        overflow = not math.isfinite(work.sum_of_squares(GradTransform()))
+        transform, self._transform = self._unscaled(), GradTransform()
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflow)
+        if overflow:
+            self.skipped_steps += 1
+            self._say_skipped()
+            work.clear()
+            return loss
+        present = work.present()
+        for index in present:
+            self._steps[index] = self._steps.get(index, 0) + 1
+        hyper = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        work.apply(Due(hyper, self.group_of(), dict(self._steps), transform))
+        return loss
+
+    def _say_skipped(self) -> None:
+        scale = "" if self.loss_scale is None else f"; the loss scale is now {self.loss_scale.value:g}"
+        warnings.warn(
+            f"step skipped: a gradient is not finite ({self.skipped_steps} skipped so far){scale}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that were not stepped with. After a step there is nothing left to do."""
+        super().zero_grad(set_to_none=True)
+        self._transform = GradTransform()
+        self._work().clear()
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, in torch's form, on the CPU. Needs host memory for all moments at once."""
+        work = self._work()
+        groups, first = [], 0
+        for group in self.param_groups:
+            count = len(group["params"])
+            groups.append(
+                {k: v for k, v in group.items() if k != "params"}
+                | {"params": list(range(first, first + count))}
+            )
+            first += count
+        state = {
+            index: {"step": torch.tensor(float(step)), **work.state(index)}
+            for index, step in sorted(self._steps.items())
+        }
+        return {"state": state, "param_groups": groups}

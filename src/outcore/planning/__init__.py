@@ -1,0 +1,1 @@
+"""Before the run: what it needs at least."""

@@ -1,0 +1,115 @@
+"""The least a run needs on each tier for its chunks, known from the layout alone.
+
+Activations come on top; they are measured in the first lap (see `outcore.trace.gauge`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from outcore.chunks.chunk import Chunk
+from outcore.errors import BudgetError
+from outcore.memory.sizes import format_size
+from outcore.model.unit import Unit
+from outcore.model.units import Point
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes of chunks.
+
+    Attributes:
+        working: the most that must be on the host at one moment.
+        total: everything that must be somewhere between two uses.
+        largest: the name of the unit or chunk that asks for ``working``.
+    """
+
+    working: int
+    total: int
+    largest: str
+
+
+def needs(units: Sequence[Unit], points: Sequence[Point]) -> Needs:
+    """What a training step (or an inference, if nothing is trained) needs for chunks."""
+    around = [p for p in points if any(q is not p and _inside(q, p) for q in points)]
+    base = {units[i] for p in around for i in p.units}
+    working, largest = 0, ""
+    for point in points:
+        opened = {units[i] for i in point.units} | base
+        nbytes = sum(u.nbytes for u in opened) + max((_gradient(u) for u in opened), default=0)
+        if nbytes > working:
+            working, largest = nbytes, point.name
+    for unit in units:
+        nbytes = _update(unit)
+        if nbytes > working:
+            working, largest = nbytes, f"the update of {unit.name}"
+    total = sum(
+        _bytes(store.parameters) + _bytes(store.states) + _bytes(store.gradients)
+        for unit in units
+        for store in unit.stores
+    )
+    return Needs(working, total, largest)
+
+
+def check(found: Needs, host: int, disk: int) -> None:
+    """Refuse budgets that can't hold the chunks.
+
+    Args:
+        host: bytes of the host budget.
+        disk: bytes of all disks together, 0 if there is none.
+
+    Raises:
+        BudgetError: with the bytes that are needed and the smallest change that would do.
+    """
+    if found.working > host:
+        raise BudgetError(
+            "host",
+            found.working,
+            host,
+            f"{found.largest} must be there as a whole: give the host at least {format_size(found.working)} "
+            "and room for activations, or name smaller units or a smaller chunk_size",
+        )
+    if found.total > host + disk:
+        more = found.total - host - disk
+        if disk == 0:
+            raise BudgetError(
+                "host",
+                found.total,
+                host,
+                f"without a disk all states must be there: give the host {format_size(more)} more, or name a "
+                f"disk with at least {format_size(more)} free",
+            )
+        raise BudgetError(
+            "disk", found.total - host, disk, f"give the disk or the host {format_size(more)} more"
+        )
+
+
+def _gradient(unit: Unit) -> int:
+    """A gradient chunk and the fp32 sum it is widened to are open together."""
+    pairs = [
+        _bytes(dict.fromkeys(pair))
+        for store in unit.stores
+        for pair in zip(store.gradients, store.totals, strict=True)
+    ]
+    return max(pairs, default=0)
+
+
+def _update(unit: Unit) -> int:
+    return max(
+        (
+            _bytes((store.parameters[k], store.totals[k], *store.states[k : k + 1]))
+            for store in unit.stores
+            if store.run.trained
+            for k in range(store.run.chunks)
+        ),
+        default=0,
+    )
+
+
+def _bytes(chunks: Iterable[Chunk]) -> int:
+    return sum(chunk.nbytes for chunk in chunks)
+
+
+def _inside(inner: Point, outer: Point) -> bool:
+    return any(module is inner.module for module in outer.module.modules() if module is not outer.module)

@@ -1,0 +1,35 @@
+"""The clock: every use passes through it, is recorded by the schedule, and lets the pool read ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from outcore.chunks.chunk import Chunk
+from outcore.chunks.pool import Pool
+from outcore.trace.schedule import Schedule
+
+
+class Clock:
+    """Joins a schedule and the pool it foretells for, under the pool's lock."""
+
+    def __init__(self, schedule: Schedule, pool: Pool) -> None:
+        self._schedule = schedule
+        self._pool = pool
+
+    def lap(self, key: Hashable) -> bool:
+        """A lap begins. Returns whether a lap with this key was recorded before."""
+        with self._pool.lock:
+            self._schedule.begin(key)
+            self._pool.advance()
+            return self._schedule.known
+
+    def tick(self, key: Hashable, needs: Sequence[Chunk]) -> None:
+        """A use begins; called before its guard is asked for."""
+        with self._pool.lock:
+            self._schedule.advance(key, needs)
+            self._pool.advance()
+
+    def upcoming(self, limit: int) -> list[Hashable]:
+        """The keys of the ticks expected next."""
+        with self._pool.lock:
+            return list(self._schedule.upcoming_keys(limit))

@@ -1,0 +1,105 @@
+"""How much of a budget activations and temporaries take, so that chunks can have the rest.
+
+[Note: Reserve]
+The peak of each kind of lap is measured the first time it runs (and again when its inputs grow). While it
+is measured, each allocation at once pushes as many chunks out as needed, so that the budget holds within
+one allocation; later laps of that kind set the measured peak aside before they begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from outcore.chunks.pool import Pool
+from outcore.errors import BudgetError
+from outcore.memory.ledger import Ledger
+from outcore.trace.meter import Meter
+
+
+class Gauge(Protocol):
+    """Told of laps; sets aside what they allocate beside chunks."""
+
+    def begin(self, key: Hashable, size: int) -> None:
+        """A lap starts on inputs of ``size`` elements in all."""
+
+    def end(self) -> None:
+        """The lap is over, whether or not it was completed."""
+
+
+@dataclass
+class _Known:
+    size: int
+    peak: int
+
+
+class HostGauge:
+    """Activations on the host, beside chunks in the host budget.
+
+    Args:
+        outside: called with the storage address of every tensor an operator reads, in measured laps.
+    """
+
+    def __init__(self, pool: Pool, ledger: Ledger, budget: int, outside: Callable[[int], None]) -> None:
+        self._pool = pool
+        self._ledger = ledger
+        self._budget = budget
+        self._outside = outside
+        self._known: dict[Hashable, _Known] = {}
+        self._meter: Meter | None = None
+        self._key: Hashable = None
+        self._size = 0
+        self._reserved = 0
+        self._largest = 0
+
+    def begin(self, key: Hashable, size: int) -> None:
+        self.end()
+        if self._meter is not None:  # a mode of the user's lies above it: go on measuring
+            return
+        known = self._known.get(key)
+        self._key, self._size = key, size
+        if known is not None and size <= known.size:
+            self._reserve(known.peak)
+            return
+        self._reserve(known.peak if known is not None else 0)
+        self._largest = 0
+        self._meter = Meter(torch.device("cpu"), self._outside, self._grown)
+        self._meter.__enter__()
+
+    def _grown(self, live: int) -> None:
+        """A new peak: make room for it and for one more allocation of its kind."""
+        self._ledger.touch_peak("host", max(0, live - self._reserved))
+        self._largest = max(self._largest, live - self._reserved)
+        if live > self._reserved:
+            if self._pool.pinned + live > self._budget:
+                raise BudgetError(
+                    "host",
+                    self._pool.pinned + live,
+                    self._budget,
+                    f"{live:,} bytes of that are activations and temporaries, so far: give the host more, "
+                    "use a smaller batch or recomputation",
+                )
+            self._reserve(min(live + self._largest // 2, self._budget - self._pool.pinned))
+
+    def _reserve(self, nbytes: int) -> None:
+        before, self._reserved = self._reserved, nbytes
+        if nbytes > before:
+            self._pool.reserve(nbytes)
+            self._ledger.hold("host", nbytes - before)
+        else:
+            self._ledger.hold("host", nbytes - before)
+            self._pool.reserve(nbytes)
+
+    def end(self) -> None:
+        if self._meter is not None and _get_current_dispatch_mode() is self._meter:
+            self._meter.__exit__(None, None, None)
+            self._known[self._key] = _Known(self._size, self._meter.peak)
+            self._reserve(self._meter.live)
+            self._meter = None
+        elif self._meter is None:
+            self._reserve(0)
+        self._key = None

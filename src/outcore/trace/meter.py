@@ -1,0 +1,75 @@
+"""What a step allocates besides chunks: activations, temporaries and gradients on their way.
+
+[Note: Rehearsal]
+On the CPU nobody counts what operators allocate, so the first lap of each kind runs under a dispatch mode that
+charges every storage once, when it first appears as an output, and credits it when it is freed
+(validated against the peak of the resident set in `benchmarks`). Laps known already run without it.
+The mode sees every operator's arguments too, so it also finds a parameter that is used outside the module
+that owns it, which would otherwise read as NaN.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Meter(TorchDispatchMode):
+    """Counts live and peak bytes of storages that operators create on one device while it is active.
+
+    Args:
+        device: the device whose storages are counted.
+        known: storage addresses that belong to chunks and are not charged.
+        visit: called with the storage address of each tensor argument.
+    """
+
+    def __init__(
+        self, device: torch.device, visit: Callable[[int], None], observe: Callable[[int], None]
+    ) -> None:
+        super().__init__()
+        self._device = device.type
+        self._visit = visit
+        self._observe = observe
+        self._charged: set[int] = set()
+        self.live = 0
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        incoming = set()
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and _has_storage(leaf):
+                storage = leaf.untyped_storage()
+                incoming.add(storage._cdata)
+                self._visit(storage.data_ptr())
+        result = func(*args, **kwargs)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device and _has_storage(leaf):
+                storage = leaf.untyped_storage()
+                if storage._cdata not in incoming and storage._cdata not in self._charged:
+                    self._charge(storage)
+        return result
+
+    def _charge(self, storage: torch.UntypedStorage) -> None:
+        nbytes = storage.nbytes()
+        self._charged.add(storage._cdata)
+        self.live += nbytes
+        if self.live > self.peak:
+            self.peak = self.live
+            self._observe(self.live)
+        weakref.finalize(storage, self._credit, storage._cdata, nbytes)
+
+    def _credit(self, key: int, nbytes: int) -> None:
+        self._charged.discard(key)
+        self.live -= nbytes
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
