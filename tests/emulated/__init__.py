@@ -1,0 +1,1 @@
+"""An emulated accelerator: a PrivateUse1 device for tests. See ``emulated.accelerator``."""

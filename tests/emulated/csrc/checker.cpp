@@ -1,0 +1,262 @@
+#include "checker.h"
+
+#include "config.h"
+
+namespace emu::checker {
+namespace {
+
+// With many ranges in one block, neighbours with the same history are joined again.
+constexpr size_t kTidyAbove = 16;
+
+struct State {
+  std::vector<Race> found;
+  size_t raised = 0; // races up to here have been raised
+  uint64_t generation = 1;
+};
+
+State& state() {
+  static State* s = new State;
+  return *s;
+}
+
+std::string actor_name(int actor) {
+  if (actor == kHost) {
+    return "the host";
+  }
+  return actor == 0 ? "the default stream" : "stream " + std::to_string(actor);
+}
+
+void report(
+    const char* kind,
+    const std::string& second_did,
+    const Range& range,
+    const Shadow& shadow,
+    const std::string& first_did,
+    const Epoch& first,
+    const Epoch& second) {
+  auto& found = state().found;
+  if (found.size() >= 64) {
+    return; // the first ones tell the story
+  }
+  std::string bytes = "bytes [" + std::to_string(range.begin) + ", " + std::to_string(range.end) + ") of a block of " +
+      std::to_string(shadow.size) + (shadow.host ? " in pinned host memory" : " in device memory");
+  found.push_back(Race{
+      kind,
+      second_did + " " + actor_name(second.actor) + " of " + bytes + " is not ordered after " + first_did + " " +
+          actor_name(first.actor),
+      first.place,
+      second.place});
+}
+
+void refresh(Shadow& shadow) {
+  if (shadow.generation != state().generation) {
+    shadow.generation = state().generation;
+    shadow.ranges.assign(1, Range{0, shadow.size, true, {}, {}});
+  }
+}
+
+// Makes `at` a boundary between ranges and returns the index of the range that begins there.
+size_t split(std::vector<Range>& ranges, size_t at) {
+  size_t i = 0;
+  while (i < ranges.size() && ranges[i].end <= at) {
+    ++i;
+  }
+  if (i < ranges.size() && ranges[i].begin < at) {
+    Range tail = ranges[i];
+    tail.begin = at;
+    ranges[i].end = at;
+    ranges.insert(ranges.begin() + i + 1, std::move(tail));
+    ++i;
+  }
+  return i;
+}
+
+bool same_history(const Range& a, const Range& b) {
+  return a.filled == b.filled && a.write == b.write && a.reads == b.reads;
+}
+
+void tidy(std::vector<Range>& ranges) {
+  size_t kept = 0;
+  for (size_t i = 1; i < ranges.size(); ++i) {
+    if (same_history(ranges[kept], ranges[i])) {
+      ranges[kept].end = ranges[i].end;
+    } else if (++kept != i) {
+      ranges[kept] = std::move(ranges[i]);
+    }
+  }
+  ranges.resize(kept + 1);
+}
+
+void note_read(Range& range, const Epoch& read) {
+  for (auto& earlier : range.reads) {
+    if (earlier.actor == read.actor) {
+      earlier = read;
+      return;
+    }
+  }
+  range.reads.push_back(read);
+}
+
+void check(const Range& range, const Shadow& shadow, const Touch& touch, const Clock& clock, const Epoch& now) {
+  const char* did = touch.write ? "write by" : "read by";
+  if (!clock.covers(range.write.actor, range.write.tick)) {
+    report(
+        touch.write ? "write" : "read", did, range, shadow, range.filled ? "write by" : "allocation on", range.write, now);
+  } else if (touch.needs_value && !range.filled) {
+    report("uninitialised", "read of memory never written since its allocation by", range, shadow, "any write after allocation on", range.write, now);
+  }
+  if (touch.write) {
+    for (const auto& read : range.reads) {
+      if (!clock.covers(read.actor, read.tick)) {
+        report("write", did, range, shadow, "read by", read, now);
+        break;
+      }
+    }
+  }
+}
+
+void apply(const Touch& touch, const Clock& clock, const Epoch& now) {
+  Shadow& shadow = *touch.shadow;
+  refresh(shadow);
+  auto& ranges = shadow.ranges;
+  const size_t end = std::min(touch.end, shadow.size);
+  if (touch.begin >= end) {
+    return;
+  }
+  size_t first = 0;
+  size_t last = 1;
+  if (ranges.size() != 1 || touch.begin != 0 || end != shadow.size) {
+    first = split(ranges, touch.begin);
+    last = split(ranges, end);
+  }
+  for (size_t i = first; i < last; ++i) {
+    check(ranges[i], shadow, touch, clock, now);
+    if (!touch.write) {
+      note_read(ranges[i], now);
+    }
+  }
+  if (touch.write) {
+    ranges[first].end = end;
+    ranges[first].filled = true;
+    ranges[first].write = now;
+    ranges[first].reads.clear();
+    ranges.erase(ranges.begin() + first + 1, ranges.begin() + last);
+  }
+  if (ranges.size() > kTidyAbove) {
+    tidy(ranges);
+  }
+}
+
+std::string full_message(const Race& race) {
+  return race.message + "\n  now:    " + describe(race.second) + "\n  before: " + describe(race.first);
+}
+
+} // namespace
+
+void allocated(Shadow& shadow, size_t size, bool host, const Stream& stream, Place place) {
+  shadow.generation = state().generation;
+  shadow.size = size;
+  shadow.host = host;
+  // Pinned memory comes from the host, which is ordered before whatever it launches.
+  Epoch birth = host ? Epoch{} : Epoch{stream.id, stream.clock.at[stream.id], place};
+  shadow.ranges.assign(1, Range{0, size, host, birth, {}});
+}
+
+void freed(Shadow& shadow, const Stream& stream, const std::vector<int>& recorded, Place place) {
+  refresh(shadow);
+  Clock clock = stream.clock;
+  clock.join(host_clock());
+  const auto ordered = [&](const Epoch& e) {
+    return clock.covers(e.actor, e.tick) || std::find(recorded.begin(), recorded.end(), e.actor) != recorded.end();
+  };
+  const Epoch now{stream.id, clock.at[stream.id], place};
+  for (const auto& range : shadow.ranges) {
+    if (!ordered(range.write)) {
+      report("free", "free on", range, shadow, "write by", range.write, now);
+      return;
+    }
+    for (const auto& read : range.reads) {
+      if (!ordered(read)) {
+        report("free", "free on", range, shadow, "read by", read, now);
+        return;
+      }
+    }
+  }
+}
+
+void launch(Stream& stream, Place place, c10::ArrayRef<Touch> touches) {
+  {
+    auto guard = lock();
+    stream.clock.join(host_clock());
+    const Epoch now{stream.id, ++stream.clock.at[stream.id], place};
+    for (const auto& touch : touches) {
+      if (!touch.write) {
+        apply(touch, stream.clock, now);
+      }
+    }
+    // Writes come last, so that an operator that reads and writes the same bytes is judged for both.
+    for (const auto& touch : touches) {
+      if (touch.write) {
+        apply(touch, stream.clock, now);
+      }
+    }
+  }
+  raise_pending();
+}
+
+void produced(const Touch& touch, const Stream& stream, Place place) {
+  auto guard = lock();
+  apply(touch, stream.clock, Epoch{stream.id, stream.clock.at[stream.id], place});
+}
+
+void host_access(const Touch& touch, Place place) {
+  {
+    auto guard = lock();
+    const Epoch now{kHost, ++host_clock().at[kHost], place};
+    apply(touch, host_clock(), now);
+  }
+  raise_pending();
+}
+
+void raise_pending() {
+  Race race;
+  {
+    auto guard = lock();
+    auto& s = state();
+    if (s.raised == s.found.size()) {
+      return;
+    }
+    if (!config().raise_races) {
+      s.raised = s.found.size();
+      return;
+    }
+    race = s.found[s.raised];
+    s.raised = s.found.size();
+  }
+  throw_race(full_message(race));
+}
+
+std::vector<Race> races() {
+  std::vector<Race> copy;
+  {
+    auto guard = lock();
+    copy = state().found;
+  }
+  for (auto& race : copy) {
+    race.message = full_message(race);
+  }
+  return copy;
+}
+
+void forget() {
+  auto& s = state();
+  s.found.clear();
+  s.raised = 0;
+  ++s.generation;
+  for (int id = 0; id < kStreams; ++id) {
+    stream(id).clock = Clock{};
+  }
+  host_clock() = Clock{};
+}
+
+} // namespace emu::checker

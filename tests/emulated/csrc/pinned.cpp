@@ -1,0 +1,158 @@
+#include "pinned.h"
+
+#include <c10/util/Exception.h>
+
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "config.h"
+
+namespace emu::pinned {
+namespace {
+
+struct HostBlock {
+  size_t bytes = 0;
+  Shadow shadow;
+  std::vector<std::pair<Stream*, Ticket>> uses; // copies that may still run
+
+  bool busy() {
+    uses.erase(
+        std::remove_if(uses.begin(), uses.end(), [](const auto& use) { return use.first->done(use.second); }),
+        uses.end());
+    return !uses.empty();
+  }
+};
+
+using Blocks = std::map<const char*, std::unique_ptr<HostBlock>, std::greater<>>;
+
+struct State {
+  Blocks blocks; // by address, descending, so that lower_bound finds the block at or below
+  std::vector<std::pair<void*, std::unique_ptr<HostBlock>>> leaving; // freed while a copy used them
+  size_t live = 0;
+};
+
+State& state() {
+  static State* s = new State;
+  return *s;
+}
+
+Blocks::iterator find(const void* pointer) {
+  auto& blocks = state().blocks;
+  const char* p = static_cast<const char*>(pointer);
+  auto it = blocks.lower_bound(p);
+  return it != blocks.end() && p < it->first + it->second->bytes ? it : blocks.end();
+}
+
+void insert(void* pointer, size_t bytes) {
+  auto block = std::make_unique<HostBlock>();
+  block->bytes = bytes;
+  checker::allocated(block->shadow, bytes, true, stream(0), 0);
+  state().blocks[static_cast<char*>(pointer)] = std::move(block);
+}
+
+// Memory freed while a copy used it goes back to the system once the copy is over, as the caching host
+// allocators of real accelerators do it.
+void settle_leaving() {
+  auto& leaving = state().leaving;
+  for (size_t i = 0; i < leaving.size();) {
+    if (leaving[i].second->busy()) {
+      ++i;
+      continue;
+    }
+    std::free(leaving[i].first);
+    leaving.erase(leaving.begin() + i);
+  }
+}
+
+void release(void* pointer) {
+  if (pointer == nullptr) {
+    return;
+  }
+  auto guard = lock();
+  auto it = find(pointer);
+  state().live -= it->second->bytes;
+  state().leaving.emplace_back(pointer, std::move(it->second));
+  state().blocks.erase(it);
+  settle_leaving();
+}
+
+class HostAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    const c10::Device cpu(c10::DeviceType::CPU);
+    if (bytes == 0) {
+      return {nullptr, nullptr, &release, cpu};
+    }
+    void* data = nullptr;
+    TORCH_CHECK(posix_memalign(&data, 4096, bytes) == 0, "emu: no host memory for ", bytes, " pinned bytes");
+    auto guard = lock();
+    settle_leaving();
+    insert(data, bytes);
+    state().live += bytes;
+    return {data, data, &release, cpu};
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &release;
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+};
+
+} // namespace
+
+c10::Allocator* host_allocator() {
+  static HostAllocator* a = new HostAllocator;
+  return a;
+}
+
+bool is_pinned(const void* pointer) {
+  auto guard = lock();
+  return find(pointer) != state().blocks.end();
+}
+
+void add(void* pointer, size_t bytes) {
+  auto guard = lock();
+  TORCH_CHECK(find(pointer) == state().blocks.end(), "emu: this host memory is pinned already");
+  insert(pointer, bytes);
+}
+
+void remove(void* pointer) {
+  std::vector<std::pair<Stream*, Ticket>> uses;
+  {
+    auto guard = lock();
+    auto it = find(pointer);
+    TORCH_CHECK(it != state().blocks.end() && it->first == pointer, "emu: this host memory is not registered");
+    uses = it->second->uses;
+    state().blocks.erase(it);
+  }
+  for (auto& [s, ticket] : uses) {
+    s->wait(ticket);
+  }
+}
+
+size_t live_bytes() {
+  auto guard = lock();
+  return state().live;
+}
+
+Shadow* shadow_at(const void* pointer, size_t* offset) {
+  auto it = find(pointer);
+  if (it == state().blocks.end()) {
+    return nullptr;
+  }
+  *offset = static_cast<size_t>(static_cast<const char*>(pointer) - it->first);
+  return &it->second->shadow;
+}
+
+void used_by(const void* pointer, Stream& s, Ticket ticket) {
+  auto it = find(pointer);
+  if (it != state().blocks.end()) {
+    it->second->busy();
+    it->second->uses.emplace_back(&s, ticket);
+  }
+}
+
+} // namespace emu::pinned
