@@ -24,7 +24,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -106,6 +106,22 @@ def reset() -> None:
     if load.cache_info().currsize:
         configure()
         load().set_enabled(False)
+
+
+_M = TypeVar("_M", bound=torch.nn.Module)
+
+
+def to_device(module: _M) -> _M:
+    """Move a module to the device, keeping its Parameter objects and so its ties, as ``.to("cuda")`` does.
+
+    torch replaces the Parameters when a module changes between the CPU and a device of this kind, unless told to swap.
+    """
+    swap = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return module.to(NAME)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swap)
 
 
 def races() -> list[Race]:

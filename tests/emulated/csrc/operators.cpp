@@ -167,7 +167,8 @@ bool cpu_has_its_own(const c10::OperatorHandle& op) {
       op.hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
     return false;
   }
-  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
+      op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
 } // namespace
