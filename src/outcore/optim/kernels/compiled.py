@@ -1,16 +1,17 @@
 """The update loops as machine code, made by numba. Imported at the first update, never before.
 
 [Note: Same bits everywhere]
-Every kernel is an elementwise loop in plain IEEE arithmetic: one rounding per operation, nothing reassociated,
-nothing contracted to a fused multiply-add. So an element's new value depends on its old values alone, not on
-where a range was cut, how it is aligned, or which thread had it. The one thing IEEE leaves open is which NaN
-comes out when two go in; each value written is therefore passed through `_quiet`.
+Every kernel is an elementwise loop in plain IEEE arithmetic: one rounding per operation, nothing
+reassociated, nothing contracted to a fused multiply-add. So an element's new value depends on its old values
+alone, not on where a range was cut, how it is aligned, or which thread had it. The one thing IEEE leaves open
+is which NaN comes out when two go in; so each value that is written passes through `_quiet` first.
 
 All kernels live in this file because numba's cache on disk notices changes of the file that holds a kernel,
 but not of files that the kernel calls into.
 
-Arrays are 1-D and contiguous. bf16 comes as uint16 bits, everything else as it is. ``extra`` says where the fp32
-master is (see `outcore.optim.kernels.master`): ``None``, the fp32 master, or the master's low 16 bits as uint16.
+Arrays are 1-D, contiguous and of one length. bf16 comes as uint16 bits, fp32 as float32. ``extra`` says where
+the fp32 master is (see `outcore.optim.kernels.master`): ``None`` (it is ``param``), the master itself, or its
+low 16 bits as uint16. Scalars are float32 or bool. `outcore.optim.kernels.fallback` does the same in torch.
 """
 
 from __future__ import annotations
@@ -23,132 +24,263 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Array = Any
+Scalar = Any
 
-_OPTIONS: dict[str, object] = {"nogil": True, "fastmath": False, "error_model": "numpy"}
+_OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": False, "error_model": "numpy"}
 _intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = intrinsic
 
-ONE = np.float32(1.0)
-NAN = np.float32(np.nan)
-NAN64 = np.nan
+LANES = 256
+ZERO, ONE, NAN = np.float32(0.0), np.float32(1.0), np.float32(np.nan)
+U1, U16, U31 = np.uint32(1), np.uint32(16), np.uint32(31)
+HALF = np.uint32(0x7FFF)
+MAGNITUDE, EXPONENT = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
 
 
 def _jit(function: Function) -> Function:
     """Compile at the first call, and keep the result on disk where that is possible."""
     try:
-        return numba.njit(cache=True, **_OPTIONS)(function)  # type: ignore[no-any-return]
-    except RuntimeError:  # numba finds no directory that it may write its cache to
-        return numba.njit(**_OPTIONS)(function)  # type: ignore[no-any-return]
+        compiled: Function = numba.njit(cache=True, **_OPTIONS)(function)
+    except RuntimeError:  # numba finds no directory that it may keep its cache in
+        compiled = numba.njit(**_OPTIONS)(function)
+    return compiled
 
 
-def _overloads(stub: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Choose the body of ``stub`` by the types it is called with."""
-    return overload(stub, jit_options=_OPTIONS)  # type: ignore[no-any-return]
-
-
-# -- bits -----------------------------------------------------------------------------------------
+def _by_type(stub: Callable[..., Any]) -> Callable[[Function], Function]:
+    """Choose what stands for ``stub`` by the types of its arguments."""
+    chosen: Callable[[Function], Function] = overload(stub, jit_options=_OPTIONS, strict=False)
+    return chosen
 
 
 @_intrinsic
-def _bits(_context: object, value: types.Type) -> tuple[Any, Any]:
+def _bits(_context: object, value: Any) -> tuple[Any, Any]:
     """The bits of a float32 as uint32."""
-
-    def emit(_ctx: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(value), emit
+    return types.uint32(value), lambda _c, builder, _s, args: builder.bitcast(args[0], ir.IntType(32))
 
 
 @_intrinsic
-def _from_bits(_context: object, value: types.Type) -> tuple[Any, Any]:
+def _float(_context: object, bits: Any) -> tuple[Any, Any]:
     """The float32 with these uint32 bits."""
-
-    def emit(_ctx: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(value), emit
+    return types.float32(bits), lambda _c, builder, _s, args: builder.bitcast(args[0], ir.FloatType())
 
 
-@_intrinsic
-def _from_bf16(_context: object, value: types.Type) -> tuple[Any, Any]:
-    """The float32 that equals a bf16 given as uint16."""
-
-    def emit(_ctx: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        wide = builder.zext(args[0], ir.IntType(32))
-        return builder.bitcast(builder.shl(wide, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
-
-    return types.float32(value), emit
+@_jit
+def _widened(bf16: Scalar) -> Scalar:
+    return _float(np.uint32(np.uint32(bf16) << U16))
 
 
-@_intrinsic
-def _to_bf16(_context: object, value: types.Type) -> tuple[Any, Any]:
-    """The nearest bf16 of a float32 that is no NaN, or the quiet one; ties go to even."""
-
-    def emit(_ctx: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        word = ir.IntType(32)
-        bits = builder.bitcast(args[0], word)
-        sixteen = ir.Constant(word, 16)
-        odd = builder.and_(builder.lshr(bits, sixteen), ir.Constant(word, 1))
-        rounded = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))
-        return builder.trunc(builder.lshr(rounded, sixteen), ir.IntType(16))
-
-    return types.uint16(value), emit
+@_jit
+def _rounded(value: Scalar) -> Scalar:
+    """The nearest bf16 of a float32 (ties to even) that is no NaN or the quiet one."""
+    bits = _bits(value)
+    return np.uint16(np.uint32(bits + HALF + np.uint32(np.uint32(bits >> U16) & U1)) >> U16)
 
 
-@_intrinsic
-def _unsplit(
-    _context: object, param: types.Type, low: types.Type, second: types.Type
-) -> tuple[Any, Any]:
-    """The fp32 master from its rounded upper half, its lower half and the sign bit of ``second``."""
-
-    def emit(_ctx: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        word = ir.IntType(32)
-        sixteen = ir.Constant(word, 16)
-        carry = builder.lshr(builder.bitcast(args[2], word), ir.Constant(word, 31))
-        upper = builder.sub(builder.zext(args[0], word), carry)
-        bits = builder.or_(builder.shl(upper, sixteen), builder.zext(args[1], word))
-        return builder.bitcast(bits, ir.FloatType())
-
-    return types.float32(param, low, second), emit
+@_jit
+def _quiet(value: Scalar) -> Scalar:
+    return value if value == value else NAN
 
 
-@_intrinsic
-def _low(_context: object, master: types.Type) -> tuple[Any, Any]:
-    """The lower 16 bits of a float32."""
-
-    def emit(_ctx: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        return builder.trunc(builder.bitcast(args[0], ir.IntType(32)), ir.IntType(16))
-
-    return types.uint16(master), emit
+@_jit
+def _magnitude(value: Scalar) -> Scalar:
+    """The value without its sign bit, which the split master may have taken (NaN included)."""
+    return _float(np.uint32(_bits(value) & MAGNITUDE))
 
 
-@_intrinsic
-def _with_carry(
-    _context: object, second: types.Type, master: types.Type, param: types.Type
-) -> tuple[Any, Any]:
-    """``second`` with its sign bit set if ``master`` was rounded away from its upper half to ``param``."""
-
-    def emit(_ctx: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        word = ir.IntType(32)
-        upper = builder.lshr(builder.bitcast(args[1], word), ir.Constant(word, 16))
-        carry = builder.sub(builder.zext(args[2], word), upper)
-        sign = builder.shl(carry, ir.Constant(word, 31))
-        bits = builder.or_(builder.bitcast(args[0], word), sign)
-        return builder.bitcast(bits, ir.FloatType())
-
-    return types.float32(second, master, param), emit
+# -- what depends on types ------------------------------------------------------------------------
 
 
-@_intrinsic
-def _magnitude(_context: object, value: types.Type) -> tuple[Any, Any]:
-    """A float32 with its sign bit cleared."""
+def _value(array: Array, i: int) -> Any:
+    """Element ``i`` as float32."""
 
-    def emit(_ctx: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        word = ir.IntType(32)
-        bits = builder.and_(builder.bitcast(args[0], word), ir.Constant(word, 0x7FFFFFFF))
-        return builder.bitcast(bits, ir.FloatType())
 
-    return types.float32(value), emit
+@_by_type(_value)
+def _value_of(array: Any, i: Any) -> Any:
+    if array.dtype == types.float32:
+        return lambda array, i: array[i]
+    return lambda array, i: _widened(array[i])
+
+
+def _master(param: Array, extra: Array, second: Scalar, i: int) -> Any:
+    """The fp32 master of element ``i``; ``second`` is its second moment as stored."""
+
+
+@_by_type(_master)
+def _master_of(param: Any, extra: Any, second: Any, i: Any) -> Any:
+    if isinstance(extra, types.NoneType):
+        return lambda param, extra, second, i: param[i]
+    if extra.dtype == types.float32:
+        return lambda param, extra, second, i: extra[i]
+
+    def unsplit(param: Array, extra: Array, second: Scalar, i: int) -> Scalar:
+        upper = np.uint32(np.uint32(param[i]) - np.uint32(_bits(second) >> U31))
+        return _float(np.uint32(np.uint32(upper << U16) | np.uint32(extra[i])))
+
+    return unsplit
+
+
+def _store(param: Array, extra: Array, i: int, master: Scalar, second: Scalar) -> Any:
+    """Write the master of element ``i``; gives the second moment as it is to be stored."""
+
+
+@_by_type(_store)
+def _store_to(param: Any, extra: Any, i: Any, master: Any, second: Any) -> Any:
+    if isinstance(extra, types.NoneType):
+
+        def alone(param: Array, extra: Array, i: int, master: Scalar, second: Scalar) -> Scalar:
+            param[i] = master
+            return second
+
+        return alone
+    if extra.dtype == types.float32:
+
+        def full(param: Array, extra: Array, i: int, master: Scalar, second: Scalar) -> Scalar:
+            param[i] = _rounded(master)
+            extra[i] = master
+            return second
+
+        return full
+
+    def split(param: Array, extra: Array, i: int, master: Scalar, second: Scalar) -> Scalar:
+        bits, rounded = _bits(master), _rounded(master)
+        carry = np.uint32(np.uint32(rounded) - np.uint32(bits >> U16))
+        param[i] = rounded
+        extra[i] = np.uint16(bits)
+        return _float(np.uint32(_bits(second) | np.uint32(carry << U31)))
+
+    return split
+
+
+@_jit
+def _gradient(value: Scalar, before: Scalar, clamp: Scalar, after: Scalar) -> Scalar:
+    """A gradient scaled, clamped and scaled again; a NaN stays one."""
+    value = value * before
+    value = clamp if value > clamp else value
+    value = -clamp if value < -clamp else value
+    return value * after
+
+
+# -- update rules ---------------------------------------------------------------------------------
+
+
+@_jit
+def adamw(
+    param: Array, grad: Array, extra: Array, first: Array, second: Array,
+    before: Scalar, clamp: Scalar, after: Scalar,
+    keep: Scalar, coupled: Scalar, decay: Scalar, beta1: Scalar, rest1: Scalar, beta2: Scalar, rest2: Scalar,
+    root: Scalar, eps: Scalar, rate: Scalar,
+) -> None:  # fmt: skip
+    for i in range(param.size):
+        stored = second[i]
+        x = _master(param, extra, stored, i)
+        g = _gradient(_value(grad, i), before, clamp, after)
+        g = g + decay * x if coupled else g
+        m = _quiet(beta1 * first[i] + rest1 * g)
+        v = _quiet(beta2 * _magnitude(stored) + rest2 * g * g)
+        x = _quiet(keep * x + rate * m / (sqrt(v) / root + eps))
+        first[i] = m
+        second[i] = _store(param, extra, i, x, v)
+
+
+@_jit
+def sgd(
+    param: Array, grad: Array, extra: Array,
+    before: Scalar, clamp: Scalar, after: Scalar,
+    decays: Scalar, decay: Scalar, rate: Scalar,
+) -> None:  # fmt: skip
+    for i in range(param.size):
+        x = _master(param, extra, ZERO, i)
+        g = _gradient(_value(grad, i), before, clamp, after)
+        g = g + decay * x if decays else g
+        _store(param, extra, i, _quiet(x + rate * g), ZERO)
+
+
+@_jit
+def sgd_momentum(
+    param: Array, grad: Array, extra: Array, buffer: Array,
+    before: Scalar, clamp: Scalar, after: Scalar,
+    decays: Scalar, decay: Scalar, rate: Scalar,
+    momentum: Scalar, rest: Scalar, nesterov: Scalar, initial: Scalar,
+) -> None:  # fmt: skip
+    for i in range(param.size):
+        x = _master(param, extra, ZERO, i)
+        g = _gradient(_value(grad, i), before, clamp, after)
+        g = g + decay * x if decays else g
+        b = _quiet(g if initial else momentum * buffer[i] + rest * g)
+        g = g + momentum * b if nesterov else b
+        buffer[i] = b
+        _store(param, extra, i, _quiet(x + rate * g), ZERO)
+
+
+@_jit
+def lion(
+    param: Array, grad: Array, extra: Array, average: Array,
+    before: Scalar, clamp: Scalar, after: Scalar,
+    keep: Scalar, beta1: Scalar, rest1: Scalar, beta2: Scalar, rest2: Scalar, rate: Scalar,
+) -> None:  # fmt: skip
+    for i in range(param.size):
+        x = _master(param, extra, ZERO, i)
+        g = _gradient(_value(grad, i), before, clamp, after)
+        m = average[i]
+        direction = beta1 * m + rest1 * g
+        sign = ONE if direction > ZERO else direction
+        sign = -ONE if direction < ZERO else sign
+        average[i] = _quiet(beta2 * m + rest2 * g)
+        _store(param, extra, i, _quiet(keep * x + rate * sign), ZERO)
+
+
+@_jit
+def adagrad(
+    param: Array, grad: Array, extra: Array, total: Array,
+    before: Scalar, clamp: Scalar, after: Scalar,
+    decays: Scalar, decay: Scalar, eps: Scalar, rate: Scalar,
+) -> None:  # fmt: skip
+    for i in range(param.size):
+        stored = total[i]
+        x = _master(param, extra, stored, i)
+        g = _gradient(_value(grad, i), before, clamp, after)
+        g = g + decay * x if decays else g
+        s = _quiet(_magnitude(stored) + g * g)
+        x = _quiet(x + rate * g / (sqrt(s) + eps))
+        total[i] = _store(param, extra, i, x, s)
+
+
+# -- gradients ------------------------------------------------------------------------------------
+
+
+@_jit
+def widen(total: Array, grad: Array) -> None:
+    for i in range(total.size):
+        total[i] = _value(grad, i)
+
+
+@_jit
+def accumulate(total: Array, grad: Array) -> None:
+    for i in range(total.size):
+        total[i] = _quiet(total[i] + _value(grad, i))
+
+
+@_jit
+def sum_of_squares(
+    grad: Array, sums: Array, block: int, before: Scalar, clamp: Scalar, after: Scalar
+) -> None:
+    """`LANES` running sums per block, folded in halves: an order that vectors of any width can follow."""
+    lanes = np.empty(LANES, np.float64)
+    for b in range(sums.size):
+        values = grad[b * block : min((b + 1) * block, grad.size)]
+        for j in range(LANES):
+            lanes[j] = 0.0
+        for start in range(0, values.size, LANES):
+            row = values[start : min(start + LANES, values.size)]
+            for j in range(row.size):
+                g = np.float64(_gradient(_value(row, j), before, clamp, after))
+                lanes[j] += g * g
+        half = LANES // 2
+        while half > 0:
+            for j in range(half):
+                lanes[j] += lanes[half + j]
+            half //= 2
+        sums[b] = lanes[0] if lanes[0] == lanes[0] else np.nan

@@ -1,0 +1,159 @@
+"""What the rules have in common: planes, masters and moments."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from outcore.errors import UsageError
+from outcore.optim.kernels.launch import check
+from outcore.optim.kernels.master import Master, join_master, quiet, split_master, with_carry
+from outcore.optim.kernels.rule import Plane, Planes
+from outcore.optim.kernels.transform import GradTransform
+from outcore.optim.kernels.workers import Workers
+
+STEP = 1 << 20
+"""Elements handled at a time, so that temporaries stay at a few MiB."""
+
+
+class Elementwise(ABC):
+    """A rule whose planes are a master, if any, and then fp32 moments.
+
+    Where the split master is allowed, the last moment is never negative and lends it the sign bit.
+    """
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """The moments' names."""
+
+    @property
+    @abstractmethod
+    def can_split(self) -> bool:
+        """Whether the last moment is never negative."""
+
+    @abstractmethod
+    def update(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        planes: Planes,
+        hyper: Mapping[str, object],
+        step: int,
+        transform: GradTransform,
+        workers: Workers | None = None,
+    ) -> None: ...
+
+    def start(self, name: str) -> float:
+        """What a moment is before the first step."""
+        del name
+        return 0.0
+
+    def planes(self, param_dtype: torch.dtype, master: Master) -> tuple[Plane, ...]:
+        fits = {
+            Master.NONE: param_dtype is torch.float32,
+            Master.FULL: param_dtype in (torch.bfloat16, torch.float16),
+            Master.SPLIT: param_dtype is torch.bfloat16 and self.can_split,
+        }
+        if not fits[master]:
+            raise UsageError(f"{type(self).__name__} can't keep the master of {param_dtype} as {master}")
+        moments = tuple(Plane(name, torch.float32) for name in self.names)
+        if master is Master.FULL:
+            return (Plane("master", torch.float32), *moments)
+        if master is Master.SPLIT:
+            return (Plane("low", torch.int16), *moments)
+        return moments
+
+    def initialise(self, planes: Planes, param: Tensor, master_values: Tensor) -> None:
+        for name, moment in zip(self.names, self.parts(planes)[1], strict=True):
+            moment.fill_(self.start(name))
+        self.set_master(param, planes, master_values)
+
+    def master(self, param: Tensor, planes: Planes, out: Tensor) -> None:
+        check(param, out, *planes)
+        stored, moments = self.parts(planes)
+        for part in _pieces(param):
+            if stored is None:
+                out[part] = param[part]
+            elif stored.dtype is torch.float32:
+                out[part] = stored[part]
+            else:
+                out[part] = join_master(param[part], stored[part], moments[-1][part])
+
+    def set_master(self, param: Tensor, planes: Planes, values: Tensor) -> None:
+        check(param, values, *planes)
+        param = param.detach()
+        stored, moments = self.parts(planes)
+        for part in _pieces(param):
+            exact = quiet(values.detach()[part])
+            if param.dtype is torch.bfloat16:
+                param[part], low, carry = split_master(exact)
+                if stored is not None and stored.dtype is torch.int16:
+                    stored[part] = low
+                    moments[-1][part] = with_carry(moments[-1][part], carry)
+            else:
+                param[part] = exact
+            if stored is not None and stored.dtype is torch.float32:
+                stored[part] = exact
+
+    def moments(self, planes: Planes) -> dict[str, Tensor]:
+        stored, moments = self.parts(planes)
+        copies = {name: moment.clone() for name, moment in zip(self.names, moments, strict=True)}
+        if stored is not None and stored.dtype is torch.int16:
+            copies[self.names[-1]].abs_()
+        return copies
+
+    def set_moments(self, planes: Planes, values: Mapping[str, Tensor]) -> None:
+        unknown = set(values) - set(self.names)
+        if unknown:
+            raise UsageError(f"{type(self).__name__} has moments {self.names}, not {sorted(unknown)}")
+        stored, moments = self.parts(planes)
+        for name, moment in zip(self.names, moments, strict=True):
+            if name not in values:
+                continue
+            check(moment, values[name])
+            lends = moment is moments[-1] and stored is not None and stored.dtype is torch.int16
+            for part in _pieces(moment):
+                new = quiet(values[name].detach()[part])
+                moment[part] = with_carry(new, moment[part].signbit()) if lends else new
+
+    def parts(self, planes: Planes) -> tuple[Tensor | None, Planes]:
+        """The plane of the master, if there is one, and the planes of the moments."""
+        extra = len(planes) - len(self.names)
+        if extra not in (0, 1):
+            raise UsageError(
+                f"{type(self).__name__} has the moments {self.names} and perhaps a master, "
+                f"not {len(planes)} planes"
+            )
+        return (planes[0] if extra else None), planes[extra:]
+
+
+def number(hyper: Mapping[str, object], name: str, default: float | None = None) -> float:
+    """A hyperparameter as a float; torch allows one-element tensors.
+
+    Raises:
+        UsageError: it is missing or is no number.
+    """
+    value = hyper.get(name, default)
+    if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+        return float(value)
+    raise UsageError(f"the hyperparameter {name!r} must be a number, not {value!r}")
+
+
+def pair(hyper: Mapping[str, object], name: str) -> tuple[float, float]:
+    """A hyperparameter made of two numbers, such as ``betas``.
+
+    Raises:
+        UsageError: it is missing or is something else.
+    """
+    value = hyper.get(name)
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        return float(value[0]), float(value[1])
+    raise UsageError(f"the hyperparameter {name!r} must be two numbers, not {value!r}")
+
+
+def _pieces(tensor: Tensor) -> Iterator[slice]:
+    return (slice(start, start + STEP) for start in range(0, tensor.numel(), STEP))
