@@ -11,11 +11,15 @@ below one block per chunk instead of half a chunk per run. Cuts fall on multiple
 counted from the start of the run: the sums of squares that make the gradient norm are taken block by
 block, so a norm never depends on the chunk size. A parameter larger than a chunk simply
 spans several: chunks of a run are neighbours in memory on the tier that computes.
+
+An update rule that must see a parameter as a whole (a foreign optimizer, a factored moment) asks for *whole*
+parameters: then a cut falls only where a parameter starts, and a large parameter makes a large chunk.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -60,22 +64,26 @@ class Segment:
 
 @dataclass(frozen=True)
 class Run:
-    """A flat array of one dtype holding whole parameters of a unit."""
+    """A flat array of one dtype holding whole parameters of a unit.
+
+    Attributes:
+        cuts: the first element of each chunk.
+    """
 
     dtype: torch.dtype
     trained: bool
     slots: tuple[Slot, ...]
     numel: int
-    chunk_numel: int
+    cuts: tuple[int, ...]
 
     @property
     def chunks(self) -> int:
-        return -(-self.numel // self.chunk_numel)
+        return len(self.cuts)
 
     def extent(self, chunk: int) -> tuple[int, int]:
         """First and one past the last element of a chunk within the run."""
-        start = chunk * self.chunk_numel
-        return start, min(start + self.chunk_numel, self.numel)
+        last = chunk + 1 == len(self.cuts)
+        return self.cuts[chunk], self.numel if last else self.cuts[chunk + 1]
 
     def segments(self, chunk: int) -> Iterator[Segment]:
         """The pieces of parameters in a chunk, in order."""
@@ -89,9 +97,8 @@ class Run:
         """The chunks that hold a parameter."""
         if slot.numel == 0:
             return range(0)
-        return range(
-            slot.offset // self.chunk_numel, (slot.offset + slot.numel - 1) // self.chunk_numel + 1
-        )
+        last = slot.offset + slot.numel - 1
+        return range(bisect_right(self.cuts, slot.offset) - 1, bisect_right(self.cuts, last))
 
 
 @dataclass(frozen=True)
@@ -104,12 +111,13 @@ class Entry:
     trained: bool
 
 
-def lay_out(entries: Sequence[Entry], chunk_numel: int) -> tuple[Run, ...]:
+def lay_out(entries: Sequence[Entry], chunk_numel: int, whole: bool = False) -> tuple[Run, ...]:
     """Lay the parameters of one unit out in runs.
 
     Args:
         entries: the unit's parameters in the order of their registration.
         chunk_numel: the most elements a chunk should have; rounded up to a whole `BLOCK`.
+        whole: don't cut trained parameters.
 
     Returns:
         One run per dtype and trainability, in the order in which they first appear.
@@ -117,7 +125,10 @@ def lay_out(entries: Sequence[Entry], chunk_numel: int) -> tuple[Run, ...]:
     groups: dict[tuple[torch.dtype, bool], list[Entry]] = {}
     for entry in entries:
         groups.setdefault((entry.dtype, entry.trained), []).append(entry)
-    return tuple(_run(dtype, trained, group, chunk_numel) for (dtype, trained), group in groups.items())
+    return tuple(
+        _whole_run(dtype, group, chunk_numel) if whole and trained else _run(dtype, trained, group, chunk_numel)
+        for (dtype, trained), group in groups.items()
+    )
 
 
 def _run(dtype: torch.dtype, trained: bool, entries: Sequence[Entry], chunk_numel: int) -> Run:
@@ -128,7 +139,22 @@ def _run(dtype: torch.dtype, trained: bool, entries: Sequence[Entry], chunk_nume
         end += _round_up(math.prod(entry.shape), ALIGN)
     numel = max(end, ALIGN)
     pieces = -(-numel // _round_up(chunk_numel, BLOCK))
-    return Run(dtype, trained, tuple(slots), numel, _round_up(-(-numel // pieces), BLOCK))
+    size = _round_up(-(-numel // pieces), BLOCK)
+    return Run(dtype, trained, tuple(slots), numel, tuple(range(0, numel, size)))
+
+
+def _whole_run(dtype: torch.dtype, entries: Sequence[Entry], chunk_numel: int) -> Run:
+    slots = []
+    cuts = [0]
+    end = 0
+    for entry in entries:
+        size = _round_up(math.prod(entry.shape), ALIGN)
+        if end > cuts[-1] and end + size > cuts[-1] + chunk_numel:
+            end = _round_up(end, BLOCK)
+            cuts.append(end)
+        slots.append(Slot(entry.index, entry.shape, end))
+        end += size
+    return Run(dtype, True, tuple(slots), max(end, ALIGN), tuple(cuts))
 
 
 def _round_up(value: int, grain: int) -> int:

@@ -61,9 +61,14 @@ class PointHooks:
         call = Call(self._units)
         self._calls.append(call)
 
+        views: dict[int, torch.Tensor] = {}
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
-            return self._backward.watch_input(call, tensor) if tensor.requires_grad else tensor
+            if not tensor.requires_grad:
+                return tensor
+            if id(tensor) not in views:  # attention asks whether query *is* key
+                views[id(tensor)] = self._backward.watch_input(call, tensor)
+            return views[id(tensor)]
 
         return change_tensors(args, watch), change_tensors(kwargs, watch)
 

@@ -54,7 +54,14 @@ class Laps:
             key = ("forward", torch.is_grad_enabled(), module.training)
             self._gauge.begin(key, size)
             self._clock.lap(key)
-        return change_tensors(args, self._place), change_tensors(kwargs, self._place)
+        moved: dict[int, torch.Tensor] = {}
+
+        def place(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in moved:
+                moved[id(tensor)] = self._place(tensor)
+            return moved[id(tensor)]
+
+        return change_tensors(args, place), change_tensors(kwargs, place)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1

@@ -6,6 +6,7 @@ as it reads the gradient, so clipping costs no pass over memory and loses no bit
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import replace
 
@@ -41,5 +42,8 @@ def norm(squares: float, transform: GradTransform) -> float:
 
 
 def clip_factor(total: float, max_norm: float) -> float:
-    """What gradients of norm ``total`` are multiplied with (as `torch.nn.utils.clip_grad_norm_` does)."""
-    return min(max_norm / (total + 1e-6), 1.0)
+    """What gradients of norm ``total`` are multiplied with (as `torch.nn.utils.clip_grad_norm_` does).
+
+    Rounded to fp32, in which it is applied.
+    """
+    return ctypes.c_float(min(max_norm / (total + 1e-6), 1.0)).value

@@ -33,3 +33,8 @@ class Clock:
         """The keys of the ticks expected next."""
         with self._pool.lock:
             return list(self._schedule.upcoming_keys(limit))
+
+    def next_use(self, chunk: Chunk) -> int:
+        """Ticks until a chunk is expected to be used again."""
+        with self._pool.lock:
+            return self._schedule.next_use(chunk)

@@ -67,6 +67,7 @@ class Schedule:
     def __init__(self) -> None:
         self._laps: dict[Hashable, Lap] = {}
         self._follows: dict[tuple[Hashable, int], Hashable] = {}
+        self._latest: dict[Hashable, Hashable] = {}
         self._key: Hashable = None
         self._count = 0
         self._cursor = 0
@@ -83,6 +84,7 @@ class Schedule:
         self._finish()
         if self._key is not None:
             self._follows[self._key, self._count] = key
+            self._latest[self._key] = key
         self._count = self._count + 1 if key == self._key else 0
         self._key = key
         self._cursor = 0
@@ -122,7 +124,7 @@ class Schedule:
             yield distance - start, start, lap
             distance += len(lap) - start
             start = 0
-            follower = self._follows.get((key, count))
+            follower = self._follows.get((key, count), self._latest.get(key))
             if follower is None:
                 return
             count = count + 1 if follower == key else 0

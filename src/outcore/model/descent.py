@@ -1,0 +1,133 @@
+"""Gradients on their way from the device to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from outcore.chunks.layout import Slot
+from outcore.chunks.pool import Guard
+from outcore.chunks.store import RunStore
+from outcore.memory.device import Streams
+from outcore.memory.ledger import Ledger
+from outcore.memory.pinned import PinnedMemory
+from outcore.model.unit import Binding
+from outcore.optim.gradients import Gradients
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """A run's gradients on the device, in one piece; zero where a parameter has none."""
+
+    values: torch.Tensor
+    slots: dict[int, Slot] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Landing:
+    """One chunk's copy down: into its gradient chunk under a guard, or into memory beside it to be added."""
+
+    store: RunStore
+    k: int
+    slots: tuple[Slot, ...]
+    buffer: _Buffer
+    arrived: torch.Event
+    guard: Guard | None
+    beside: torch.Tensor | None
+
+
+class Descent:
+    """Buffers, copies and arrivals. Copies land in the order in which they were sent.
+
+    Args:
+        device: where gradients come from.
+        pinned: memory beside the gradient chunks, for contributions that are added.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        streams: Streams,
+        gradients: Gradients,
+        pinned: PinnedMemory,
+        ledger: Ledger,
+    ) -> None:
+        self._device = device
+        self._streams = streams
+        self._gradients = gradients
+        self._pinned = pinned
+        self._ledger = ledger
+        self._buffers: dict[RunStore, _Buffer] = {}
+        self._landing: list[_Landing] = []
+
+    def has_buffer(self, store: RunStore) -> bool:
+        return store in self._buffers
+
+    def collect(self, binding: Binding, gradient: torch.Tensor) -> None:
+        """Copy a gradient into its run's buffer, on the compute stream."""
+        store, slot = binding.store, binding.slot
+        buffer = self._buffers.get(store)
+        if buffer is not None and slot.index in buffer.slots:
+            self.send(store)  # a second contribution in one pass: it is added on the host
+            buffer = None
+        if buffer is None:
+            values = torch.zeros(store.run.numel, dtype=store.run.dtype, device=self._device)
+            self._ledger.hold("device", values.numel() * values.element_size())
+            buffer = self._buffers[store] = _Buffer(values)
+        buffer.values[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(gradient)
+        buffer.slots[slot.index] = slot
+
+    def send(self, store: RunStore) -> None:
+        """Start the copy of a run's gradients to the host."""
+        buffer = self._buffers.pop(store, None)
+        if buffer is None:
+            return
+        stream = self._streams.copy_out
+        stream.wait_event(self._streams.record(self._streams.compute))
+        for k in range(store.run.chunks):
+            slots = tuple(s.slot for s in store.run.segments(k) if s.slot.index in buffer.slots)
+            if not slots:
+                continue
+            start, stop = store.run.extent(k)
+            guard = self._gradients.open_first(store, k)
+            beside = None
+            if guard is None:
+                nbytes = (stop - start) * store.run.dtype.itemsize
+                beside = self._pinned.take(nbytes)
+                self._ledger.hold("host", nbytes)
+            target = store.gradient(k) if beside is None else beside.view(store.run.dtype)
+            with stream:
+                target.copy_(buffer.values[start:stop], non_blocking=True)
+            self._ledger.moved("device out", target.numel() * target.element_size())
+            arrived = self._streams.record(stream)
+            self._landing.append(_Landing(store, k, slots, buffer, arrived, guard, beside))
+        self.poll()
+
+    def poll(self) -> None:
+        """Take what has arrived, without waiting."""
+        while self._landing and self._landing[0].arrived.query():
+            self._land(self._landing.pop(0))
+
+    def drain(self) -> None:
+        """Wait for everything on its way."""
+        for store in list(self._buffers):
+            self.send(store)
+        while self._landing:
+            landing = self._landing.pop(0)
+            with self._ledger.waiting("device out"):
+                landing.arrived.synchronize()
+            self._land(landing)
+
+    def _land(self, landing: _Landing) -> None:
+        store, k = landing.store, landing.k
+        if landing.guard is not None:
+            landing.guard.close()
+            self._gradients.filled(store, k, landing.slots)
+        elif landing.beside is not None:
+            self._gradients.add_whole(store, k, landing.beside.view(store.run.dtype), landing.slots)
+            self._pinned.put(landing.beside)
+            self._ledger.hold("host", -landing.beside.numel())
+        if not any(other.buffer is landing.buffer for other in self._landing):
+            self._ledger.hold("device", -landing.buffer.values.numel() * landing.buffer.values.element_size())
+            self._gradients.measure(store)

@@ -1,0 +1,239 @@
+"""Computing on an accelerator: parameters are lifted to the device before use, gradients brought down after.
+
+[Note: Streams]
+Three streams: compute, copies in, copies out. A parameter frame is allocated, filled and freed on the copy-in
+stream. The compute stream waits for the event after the fill; before the memory is freed the copy-in stream waits
+for an event of the compute stream after the last use. So whatever the copy-in stream writes next into that memory comes later
+than every kernel that read it. A gradient buffer belongs to the compute stream; the copy-out stream waits for the
+event after it is filled, and the host lets it go only when it has seen the event after the copy down.
+
+A frame's storage is resized to nothing and back, so that aliases saved by autograd follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outcore.chunks.pool import Access, Guard, Pool
+from outcore.errors import BudgetError
+from outcore.memory.device import Streams
+from outcore.memory.ledger import Ledger
+from outcore.model.descent import Descent
+from outcore.model.stage import view
+from outcore.model.unit import Binding, Unit
+from outcore.trace.clock import Clock
+
+AHEAD = 6
+"""Ticks ahead for which units are lifted before they are asked for."""
+
+
+@dataclass(eq=False)
+class Frame:
+    """A unit's parameters on the device.
+
+    Attributes:
+        flats: one tensor per store; their storages are empty unless the unit is ``here``.
+        filled: after the last fill; the compute stream waits for it.
+        used: after the last use; freeing waits for it.
+    """
+
+    flats: tuple[torch.Tensor, ...]
+    here: bool = False
+    filled: torch.Event | None = None
+    used: torch.Event | None = None
+
+
+class DeviceStage:
+    """Frames within the device budget; see [Note: Streams]. Implements `outcore.model.stage.Stage`.
+
+    Args:
+        units: all units, in the order of their numbers.
+        budget: bytes of device memory for frames, gradient buffers and what the gauge sets aside.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        units: Sequence[Unit],
+        pool: Pool,
+        descent: Descent,
+        streams: Streams,
+        clock: Clock,
+        ledger: Ledger,
+        budget: int,
+        prefetch: bool,
+    ) -> None:
+        self.device = device
+        self._units = units
+        self._pool = pool
+        self._descent = descent
+        self._streams = streams
+        self._clock = clock
+        self._ledger = ledger
+        self._budget = budget
+        self._reserved = 0
+        self._prefetch = prefetch
+        self._frames = {unit: self._frame(unit) for unit in units}
+        self._lifting: list[tuple[torch.Event, Guard, int]] = []
+
+    def _frame(self, unit: Unit) -> Frame:
+        flats = []
+        for store in unit.stores:
+            flat = torch.empty(store.run.numel, dtype=store.run.dtype, device=self.device)
+            flat.untyped_storage().resize_(0)
+            flats.append(flat)
+        return Frame(tuple(flats))
+
+    # -- budget -----------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> int:
+        """Bytes of frames and gradient buffers on the device."""
+        return self._ledger.held("device") - self._reserved
+
+    def reserve(self, nbytes: int) -> None:
+        """Set device memory aside for activations; frames that don't fit beside them leave."""
+        self._ledger.hold("device", nbytes - self._reserved)
+        self._reserved = nbytes
+        self._try_room(0, -1)
+
+    def _make_room(self, nbytes: int) -> None:
+        if self._try_room(nbytes, -1):
+            return
+        self._descent.drain()
+        if not self._try_room(nbytes, -1):
+            raise BudgetError(
+                "device",
+                self._ledger.held("device") + nbytes,
+                self._budget,
+                f"{self._reserved:,} bytes are set aside for activations: give the device more, use a smaller "
+                "batch, recomputation or smaller units",
+            )
+
+    def _try_room(self, nbytes: int, beyond: int) -> bool:
+        while self._ledger.held("device") + nbytes > self._budget:
+            victim, furthest = None, beyond
+            for unit, frame in self._frames.items():
+                if frame.here and unit.opened == 0:
+                    distance = self._clock.next_use(unit.parameter_chunks[0])
+                    if distance > furthest:
+                        victim, furthest = unit, distance
+            if victim is None:
+                return False
+            self._free(victim)
+        return True
+
+    # -- frames -----------------------------------------------------------------------------------
+
+    def views(self, unit: Unit) -> Sequence[torch.Tensor]:
+        flat_of = dict(zip(unit.stores, self._frames[unit].flats, strict=True))
+        return [view(flat_of[b.store], b) for b in unit.bindings]
+
+    def open(self, unit: Unit) -> None:
+        frame = self._frames[unit]
+        if not frame.here:
+            self._make_room(unit_bytes(unit))
+            self._lift(unit)
+        if frame.filled is not None:
+            self._streams.compute.wait_event(frame.filled)
+            frame.filled = None
+        self._look_ahead()
+
+    def close(self, unit: Unit) -> None:
+        self._frames[unit].used = self._streams.record(self._streams.compute)
+        self._look_ahead()
+
+    def stale(self, unit: Unit) -> None:
+        if self._frames[unit].here and any(store.run.trained for store in unit.stores):
+            self._free(unit)
+
+    def _lift(self, unit: Unit) -> None:
+        """Copy a unit's parameters to the device, chunk by chunk, on the copy-in stream."""
+        frame = self._frames[unit]
+        stream = self._streams.copy_in
+        self._ledger.hold("device", unit_bytes(unit))
+        for store, flat in zip(unit.stores, frame.flats, strict=True):
+            with stream:
+                flat.untyped_storage().resize_(store.run.numel * store.run.dtype.itemsize)
+            for k in range(store.run.chunks):
+                self._settle(store.parameters[k].nbytes)
+                guard = self._pool.guard([store.parameters[k]], Access.READ)
+                start, stop = store.run.extent(k)
+                with stream:
+                    flat[start:stop].copy_(store.parameter(k), non_blocking=True)
+                nbytes = (stop - start) * store.run.dtype.itemsize
+                self._ledger.moved("device in", nbytes)
+                self._lifting.append((self._streams.record(stream), guard, nbytes))
+        frame.filled = self._streams.record(stream)
+        frame.here = True
+
+    def _settle(self, nbytes: int) -> None:
+        """Unpin what has been copied, and let no more than a share of the host be pinned by copies."""
+        while self._lifting and self._lifting[0][0].query():
+            self._lifting.pop(0)[1].close()
+        bound = max(self._pool.ceiling // 4, nbytes)
+        while self._lifting and sum(n for _, _, n in self._lifting) + nbytes > bound:
+            event, guard, _ = self._lifting.pop(0)
+            with self._ledger.waiting("device in"):
+                event.synchronize()
+            guard.close()
+
+    def _free(self, unit: Unit) -> None:
+        frame = self._frames[unit]
+        stream = self._streams.copy_in
+        if frame.used is not None:
+            stream.wait_event(frame.used)
+        for flat in frame.flats:
+            with stream:
+                flat.untyped_storage().resize_(0)
+        frame.here, frame.filled, frame.used = False, None, None
+        self._ledger.hold("device", -unit_bytes(unit))
+
+    def _look_ahead(self) -> None:
+        """Lift units needed soon, as far as their chunks are on the host and nothing needed sooner must leave."""
+        self._settle(0)
+        self._descent.poll()
+        if not self._prefetch:
+            return
+        for distance, key in enumerate(self._clock.upcoming(AHEAD), start=1):
+            if not (isinstance(key, tuple) and key[0] in ("forward", "backward")):
+                return
+            unit = self._units[key[1]]
+            if self._frames[unit].here:
+                continue
+            if not all(self._pool.is_on_host(chunk) for chunk in unit.parameter_chunks):
+                return
+            if not self._try_room(unit_bytes(unit), distance):
+                return
+            self._lift(unit)
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    def collect(self, unit: Unit, binding: Binding, gradient: torch.Tensor) -> None:
+        if not self._descent.has_buffer(binding.store):
+            self._make_room(binding.store.run.numel * binding.store.run.dtype.itemsize)
+        self._descent.collect(binding, gradient)
+
+    def gradients_complete(self, unit: Unit) -> None:
+        for store in unit.stores:
+            self._descent.send(store)
+
+    def synchronize(self) -> None:
+        self._descent.drain()
+
+    def shut(self) -> None:
+        self._descent.drain()
+        torch.accelerator.synchronize(self.device)
+        while self._lifting:
+            self._lifting.pop(0)[1].close()
+        for unit, frame in self._frames.items():
+            if frame.here:
+                self._free(unit)
+
+
+def unit_bytes(unit: Unit) -> int:
+    """Bytes of a unit's frame: its parameters without padding to pages."""
+    return sum(store.run.numel * store.run.dtype.itemsize for store in unit.stores)

@@ -1,0 +1,128 @@
+"""Any other torch optimizer class, run parameter by parameter on streamed states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from outcore.errors import UsageError
+from outcore.optim.kernels import GradTransform, Master, Plane, Workers
+from outcore.optim.optimizer import Optimizer
+from outcore.optim.optimizers import Params
+
+
+class Foreign(Optimizer):
+    """Runs a `torch.optim` class (or one like it) on fp32 masters, one parameter at a time.
+
+    State tensors of a parameter's shape are streamed as chunks; anything else it keeps (step counters,
+    factored moments) stays in memory. ::
+
+        optimizer = outcore.Foreign(torch.optim.NAdam, model.parameters(), lr=2e-4)
+
+    Args:
+        kind: the optimizer class. It must update each parameter from that parameter's own gradient and state.
+        params: parameters or parameter groups.
+        settings: the arguments of ``kind``.
+
+    Raises:
+        UsageError: the class can't work on one dense parameter at a time (L-BFGS, sparse optimizers).
+    """
+
+    def __init__(self, kind: type[torch.optim.Optimizer], params: Params, **settings: Any) -> None:
+        rule = ForeignRule(kind, settings)
+        super().__init__(params, rule.defaults, rule)
+
+
+class ForeignRule:
+    """An `outcore.optim.kernels.Rule` around an optimizer class."""
+
+    can_split = False
+    whole_parameters = True
+
+    def __init__(self, kind: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> None:
+        self._kind = kind
+        self._settings = dict(settings)
+        self._rest: dict[int, dict[str, Any]] = {}
+        self._streamed: tuple[str, ...] = ()
+        self.defaults: dict[str, Any] = {}
+        self._probe()
+
+    def _probe(self) -> None:
+        """Find out by a step on small parameters which state tensors have the parameter's shape."""
+        names: dict[str, None] = {}
+        failure: Exception | None = None
+        for shape in ((3, 5), (7,)):
+            parameter = torch.nn.Parameter(torch.ones(shape))
+            try:
+                optimizer = self._kind([parameter], **self._settings)
+                parameter.grad = torch.ones(shape)
+                optimizer.step()
+            except Exception as error:
+                failure = error
+                continue
+            self.defaults = dict(optimizer.defaults)
+            for name, value in optimizer.state[parameter].items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    names[name] = None
+        if not self.defaults:
+            raise UsageError(
+                f"{self._kind.__name__} can't be run on one parameter at a time: {failure}"
+            ) from failure
+        self._streamed = tuple(names)
+
+    def planes(self, dtype: torch.dtype, master: Master) -> tuple[Plane, ...]:
+        own = () if master is Master.NONE else (Plane("master", torch.float32),)
+        return own + tuple(Plane(name, torch.float32) for name in self._streamed)
+
+    def initialise(
+        self, planes: tuple[torch.Tensor, ...], param: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        param.copy_(values)
+        for plane in planes:
+            plane.zero_()
+        if len(planes) > len(self._streamed):
+            planes[0].copy_(values)
+
+    def master(self, param: torch.Tensor, planes: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        out.copy_(planes[0] if len(planes) > len(self._streamed) else param)
+
+    def moments(self, planes: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        return dict(zip(self._streamed, planes[len(planes) - len(self._streamed) :], strict=True))
+
+    def update(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        planes: tuple[torch.Tensor, ...],
+        *,
+        hyper: Mapping[str, Any],
+        step: int,
+        transform: GradTransform,
+        workers: Workers,
+        shape: torch.Size,
+        index: int,
+    ) -> None:
+        master = planes[0] if len(planes) > len(self._streamed) else param
+        streamed = self.moments(planes)
+        whole = torch.nn.Parameter(master.view(shape))
+        whole.grad = transform.apply(grad.float()).view(shape)
+        optimizer = self._kind([whole], **self._settings)
+        optimizer.param_groups[0].update(hyper)
+        if index in self._rest:
+            state = optimizer.state[whole]
+            state.update(self._rest[index])
+            state.update({name: plane.view(shape) for name, plane in streamed.items()})
+        with torch.enable_grad():
+            optimizer.step()
+        rest = {}
+        for name, value in optimizer.state[whole].items():
+            if name in streamed and isinstance(value, torch.Tensor) and value.shape == shape:
+                if value.data_ptr() != streamed[name].data_ptr():
+                    streamed[name].copy_(value.reshape(-1))
+            else:
+                rest[name] = value
+        self._rest[index] = rest
+        if master is not param:
+            param.copy_(master)

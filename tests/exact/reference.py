@@ -1,0 +1,156 @@
+"""The same training wholly in memory, by an ordinary loop, and the offloaded one beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from exact.shapes import Batch, Shape, built
+from torch import nn
+
+import outcore
+from outcore.optim.local import LocalBackend
+from outcore.optim.optimizer import Optimizer
+from outcore.optim.pipeline import Due
+
+MakeOptimizer = Callable[[Any], Optimizer]
+
+
+@dataclass
+class Result:
+    """What a run left: everything is compared bit by bit."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def assert_equal(self, other: Result) -> None:
+        assert self.losses == other.losses
+        assert self.norms == other.norms
+        assert self.weights.keys() == other.weights.keys()
+        for name, tensor in self.weights.items():
+            assert tensor.dtype is other.weights[name].dtype, name
+            assert torch.equal(tensor, other.weights[name]), name
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How to train: the user's loop with its settings."""
+
+    steps: int = 3
+    accumulate: int = 1
+    clip: float | None = 1.0
+    precision: str = "bf16"
+
+    def run(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        shape: Shape,
+        after_backward: Callable[[], None] = lambda: None,
+        place: Callable[[Batch], Batch] = lambda batch: batch,
+        schedule: Callable[[int], float] = lambda step: 1e-2 / (1 + step),
+    ) -> Result:
+        result = Result()
+        torch.manual_seed(11)
+        for step in range(self.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = schedule(step)
+            for micro in range(self.accumulate):
+                loss = shape.loss(model(**place(shape.batch(100 * step + micro)))) / self.accumulate
+                optimizer.backward(loss)
+                after_backward()
+                result.losses.append(loss.item())
+            if self.clip is not None:
+                result.norms.append(optimizer.clip_grad_norm_(self.clip).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return result
+
+
+class InMemory(LocalBackend):
+    """The optimizer's work on gradients summed in fp32, with masters from the model before it was cast."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        masters: dict[nn.Parameter, torch.Tensor],
+        sums: dict[nn.Parameter, torch.Tensor],
+    ) -> None:
+        super().__init__(optimizer.rule, optimizer.parameters())
+        self._sums = sums
+        self._number = {p: i for i, p in enumerate(self._parameters)}
+        for index, parameter in enumerate(self._parameters):
+            planes = self._states(index)
+            self._rule.initialise(planes, parameter.detach().view(-1), masters[parameter].reshape(-1))
+
+    def present(self) -> set[int]:
+        return super().present() | {i for i, p in enumerate(self._parameters) if p in self._sums}
+
+    def _gradient(self, index: int) -> torch.Tensor:
+        total = self._sums.get(self._parameters[index])
+        return super()._gradient(index) if total is None else total.reshape(-1)
+
+    def clear(self) -> None:
+        super().clear()
+        self._sums.clear()
+
+    def apply(self, due: Due) -> None:
+        super().apply(due)
+        self.clear()
+
+    def weight(self, parameter: nn.Parameter) -> torch.Tensor:
+        index = self._number.get(parameter)
+        if index is None:
+            return parameter.detach()
+        out = torch.empty(parameter.numel())
+        self._rule.master(parameter.detach().view(-1), self._states(index), out)
+        return out.view(parameter.shape)
+
+
+def in_memory(shape: Shape, loop: Loop, make: MakeOptimizer) -> Result:
+    """Plain torch: a model in the compute dtype, gradients summed in fp32 from the second on, our optimizer unbound."""
+    model = built(shape)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[loop.precision]
+    masters = {p: p.detach().clone() for p in model.parameters()}
+    batch_norms = {p for m in model.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()}
+    for p in model.parameters():
+        if p not in batch_norms:
+            p.data = p.data.to(dtype)
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    sums: dict[nn.Parameter, torch.Tensor] = {}
+
+    def after_backward() -> None:
+        if loop.accumulate == 1:
+            return
+        for p in model.parameters():
+            if p.grad is not None:
+                sums[p] = p.grad.float() if p not in sums else sums[p] + p.grad.float()
+                p.grad = None
+
+    def place(batch: Batch) -> Batch:
+        return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+
+    backend = InMemory(optimizer, masters, sums)
+    optimizer._backend = backend
+    result = loop.run(model, optimizer, shape, after_backward, place)
+    result.weights = {name: backend.weight(p).clone() for name, p in model.named_parameters()}
+    return result
+
+
+def offloaded(shape: Shape, loop: Loop, make: MakeOptimizer, **settings: Any) -> Result:
+    """The same training with states spread over tiers."""
+    model = built(shape)
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    outcore.offload(model, optimizer, precision=outcore.Precision(loop.precision), **settings)
+    try:
+        result = loop.run(model, optimizer, shape)
+        result.weights = {name: value.clone() for name, value in outcore.weights(model)}
+        held = outcore.snapshot(model)
+        for tier, peak in held.peak.items():
+            assert peak <= held.budget.get(tier, 0), f"{tier} held {peak} of {held.budget}"
+    finally:
+        outcore.release(model)
+    return result

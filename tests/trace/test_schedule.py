@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outcore.chunks.chunk import Chunk, Kind
+from outcore.chunks.replacers import NEVER
+from outcore.memory.host import reserve
+from outcore.trace.schedule import Schedule
+
+
+@pytest.fixture(scope="module")
+def chunks() -> list[Chunk]:
+    return [Chunk(Kind.PARAMETER, f"c{i}", reserve(4096)) for i in range(8)]
+
+
+def play(schedule: Schedule, key: str, uses: Iterable[int], chunks: list[Chunk]) -> None:
+    schedule.begin(key)
+    for i in uses:
+        schedule.advance(i, (chunks[i],))
+
+
+def test_nothing_is_foreseen_in_the_first_lap(chunks: list[Chunk]) -> None:
+    schedule = Schedule()
+    play(schedule, "f", [0, 1, 2], chunks)
+    assert not schedule.known
+    assert schedule.next_use(chunks[0]) == NEVER
+    assert list(schedule.upcoming()) == []
+
+
+def test_the_second_lap_is_the_first_again(chunks: list[Chunk]) -> None:
+    schedule = Schedule()
+    play(schedule, "f", [0, 1, 2, 1, 0], chunks)
+    play(schedule, "f", [0], chunks)
+    assert schedule.next_use(chunks[1]) == 1
+    assert schedule.next_use(chunks[2]) == 2
+    assert schedule.next_use(chunks[0]) == 4
+    assert [c.name for _, c in schedule.upcoming()][:3] == ["c1", "c2", "c0"]
+
+
+def test_micro_batches_and_the_step_after_them_are_foreseen(chunks: list[Chunk]) -> None:
+    schedule = Schedule()
+    for _ in range(2):
+        play(schedule, "f", [0, 1], chunks)
+        play(schedule, "f", [0, 1], chunks)
+        play(schedule, "u", [5], chunks)
+    play(schedule, "f", [0, 1], chunks)
+    assert schedule.next_use(chunks[5]) == 3  # 0, 1, then the update
+    play(schedule, "f", [0, 1], chunks)
+    assert schedule.next_use(chunks[5]) == 1
+
+
+def test_a_skipped_use_moves_the_cursor_on(chunks: list[Chunk]) -> None:
+    schedule = Schedule()
+    play(schedule, "f", [0, 1, 2, 3], chunks)
+    play(schedule, "f", [0, 2], chunks)
+    assert schedule.next_use(chunks[3]) == 1
+    play(schedule, "f", [0], chunks)
+    assert schedule.next_use(chunks[2]) == 1  # the changed lap is the record now
+
+
+def test_an_unknown_use_leaves_the_cursor(chunks: list[Chunk]) -> None:
+    schedule = Schedule()
+    play(schedule, "f", [0, 1, 2], chunks)
+    play(schedule, "f", [0, 7], chunks)
+    assert schedule.next_use(chunks[1]) == 1
+
+
+@given(st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=12), min_size=1, max_size=6))
+def test_a_repeated_order_is_foretold_exactly(orders: list[list[int]]) -> None:
+    pages = [Chunk(Kind.STATE, f"c{i}", reserve(4096)) for i in range(8)]
+    schedule = Schedule()
+    for _ in range(2):
+        for number, order in enumerate(orders):
+            play(schedule, f"lap {number}", order, pages)
+    flat = [i for order in orders for i in order] * 2
+    schedule.begin("lap 0")
+    position = 0
+    for i in orders[0]:
+        schedule.advance(i, (pages[i],))
+        position += 1
+        for c in range(8):
+            if c in flat[position:] and len(orders) <= Schedule.HORIZON:
+                assert schedule.next_use(pages[c]) == flat[position:].index(c) + 1
