@@ -95,7 +95,8 @@ Allocator& allocator() {
 constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 
 void release(void* context) {
-  if (context != nullptr) {
+  // A forked child only leaks: its copies of the locks may be held by threads that it does not have.
+  if (context != nullptr && !forked()) {
     allocator().free(static_cast<Block*>(context));
   }
 }

@@ -68,6 +68,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("delay_copy"), py::arg("fail_allocation"), py::arg("fail_forever"));
   m.def("host_access", &host_access);
   m.def("races", &races);
+  m.def("clear_races", [] {
+    auto guard = lock();
+    checker::clear();
+  });
   m.def("raise_pending", &checker::raise_pending);
   m.def("allocations_made", &allocations_made);
   m.def("copies_made", &copies_made);

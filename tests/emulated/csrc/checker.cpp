@@ -7,6 +7,7 @@ namespace {
 
 // With many ranges in one block, neighbours with the same history are joined again.
 constexpr size_t kTidyAbove = 16;
+constexpr size_t kKept = 64; // the first races tell the story
 
 struct State {
   std::vector<Race> found;
@@ -26,26 +27,26 @@ std::string actor_name(int actor) {
   return actor == 0 ? "the default stream" : "stream " + std::to_string(actor);
 }
 
-void report(
-    const char* kind,
-    const std::string& second_did,
-    const Range& range,
-    const Shadow& shadow,
-    const std::string& first_did,
-    const Epoch& first,
-    const Epoch& second) {
-  auto& found = state().found;
-  if (found.size() >= 64) {
-    return; // the first ones tell the story
-  }
-  std::string bytes = "bytes [" + std::to_string(range.begin) + ", " + std::to_string(range.end) + ") of a block of " +
+std::string bytes_of(const Range& range, const Shadow& shadow) {
+  return " of bytes [" + std::to_string(range.begin) + ", " + std::to_string(range.end) + ") of a block of " +
       std::to_string(shadow.size) + (shadow.host ? " in pinned host memory" : " in device memory");
-  found.push_back(Race{
+}
+
+void report(const char* kind, std::string message, const Epoch& first, const Epoch& second) {
+  auto& found = state().found;
+  if (found.size() < kKept) {
+    found.push_back(Race{kind, std::move(message), first.place, second.place});
+  }
+}
+
+void report_unordered(
+    const char* kind, const char* second_did, const Epoch& second, const Range& range, const Shadow& shadow,
+    const char* first_did, const Epoch& first) {
+  report(
       kind,
-      second_did + " " + actor_name(second.actor) + " of " + bytes + " is not ordered after " + first_did + " " +
-          actor_name(first.actor),
-      first.place,
-      second.place});
+      std::string(second_did) + " " + actor_name(second.actor) + bytes_of(range, shadow) + " is not ordered after " +
+          first_did + " " + actor_name(first.actor),
+      first, second);
 }
 
 void refresh(Shadow& shadow) {
@@ -98,19 +99,23 @@ void note_read(Range& range, const Epoch& read) {
 }
 
 void check(const Range& range, const Shadow& shadow, const Touch& touch, const Clock& clock, const Epoch& now) {
+  const char* kind = touch.write ? "write" : "read";
   const char* did = touch.write ? "write by" : "read by";
   if (!clock.covers(range.write.actor, range.write.tick)) {
-    report(
-        touch.write ? "write" : "read", did, range, shadow, range.filled ? "write by" : "allocation on", range.write, now);
+    report_unordered(kind, did, now, range, shadow, range.filled ? "write by" : "allocation on", range.write);
   } else if (touch.needs_value && !range.filled) {
-    report("uninitialised", "read of memory never written since its allocation by", range, shadow, "any write after allocation on", range.write, now);
+    report(
+        "uninitialised",
+        "read by " + actor_name(now.actor) + bytes_of(range, shadow) + ", which nothing has written since the allocation",
+        range.write, now);
   }
-  if (touch.write) {
-    for (const auto& read : range.reads) {
-      if (!clock.covers(read.actor, read.tick)) {
-        report("write", did, range, shadow, "read by", read, now);
-        break;
-      }
+  if (!touch.write) {
+    return;
+  }
+  for (const auto& read : range.reads) {
+    if (!clock.covers(read.actor, read.tick)) {
+      report_unordered(kind, did, now, range, shadow, "read by", read);
+      return;
     }
   }
 }
@@ -172,12 +177,12 @@ void freed(Shadow& shadow, const Stream& stream, const std::vector<int>& recorde
   const Epoch now{stream.id, clock.at[stream.id], place};
   for (const auto& range : shadow.ranges) {
     if (!ordered(range.write)) {
-      report("free", "free on", range, shadow, "write by", range.write, now);
+      report_unordered("free", "free on", now, range, shadow, "write by", range.write);
       return;
     }
     for (const auto& read : range.reads) {
       if (!ordered(read)) {
-        report("free", "free on", range, shadow, "read by", read, now);
+        report_unordered("free", "free on", now, range, shadow, "read by", read);
         return;
       }
     }
@@ -248,10 +253,14 @@ std::vector<Race> races() {
   return copy;
 }
 
+void clear() {
+  state().found.clear();
+  state().raised = 0;
+}
+
 void forget() {
   auto& s = state();
-  s.found.clear();
-  s.raised = 0;
+  clear();
   ++s.generation;
   for (int id = 0; id < kStreams; ++id) {
     stream(id).clock = Clock{};

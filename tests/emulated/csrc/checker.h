@@ -65,7 +65,7 @@ struct Race {
 
 namespace checker {
 
-// All but launch(), produced(), host_access() and raise_pending() want emu::lock() to be held by the caller.
+// The caller of allocated(), freed(), clear() and forget() holds emu::lock(); the others take it.
 void allocated(Shadow& shadow, size_t size, bool host, const Stream& stream, Place place);
 void freed(Shadow& shadow, const Stream& stream, const std::vector<int>& recorded, Place place);
 
@@ -76,6 +76,7 @@ void host_access(const Touch& touch, Place place);
 void raise_pending();
 
 std::vector<Race> races();
+void clear(); // forgets the races found
 void forget(); // races, clocks of streams and what is known of memory
 
 } // namespace checker

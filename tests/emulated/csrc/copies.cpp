@@ -89,7 +89,7 @@ void perform(const Copy& copy) {
     const Seconds move(static_cast<double>(copy.bytes) / (kMemcpyGbps * 1e9));
     std::this_thread::sleep_until(end - std::chrono::duration_cast<Time::duration>(move));
   }
-  {
+  if (copy.to != nullptr) { // without a target, only the time passes
     arena::Access access;
     std::memmove(copy.to, copy.from, copy.bytes);
   }
@@ -138,8 +138,8 @@ void copy_bytes(const at::Tensor& source, const at::Tensor& target, bool non_blo
     return;
   }
   {
+    WithoutGil released; // first, so that the GIL is taken back after the stream is let go
     Stream::Inline turn(s);
-    WithoutGil released;
     perform(copy);
   }
   if (way != Way::on_device) {
@@ -169,16 +169,12 @@ void copy_elements(const at::Tensor& source, const at::Tensor& target) {
   }
   const Way way = source.is_cpu() ? Way::to_device : target.is_cpu() ? Way::to_host : Way::on_device;
   {
+    WithoutGil released; // first, so that the GIL is taken back after the stream is let go
     Stream::Inline turn(s);
-    WithoutGil released;
     if (way != Way::on_device) {
       // The bytes cross the link as they are on the device side.
       const at::Tensor& device_side = way == Way::to_device ? target : source;
-      Copy timing = describe_copy(way, nullptr, nullptr, 0);
-      timing.bytes = 0;
-      if (timing.gbps > 0) {
-        std::this_thread::sleep_until(link(way).reserve(device_side.nbytes(), timing.gbps));
-      }
+      perform(describe_copy(way, nullptr, nullptr, device_side.nbytes()));
     }
     arena::Access access;
     at::Tensor to = target.is_cpu() ? target : alias_on_cpu(target);
@@ -213,6 +209,7 @@ void check_resident(const at::Tensor& tensor, const char* op) {
   TORCH_CHECK(
       end <= have, "emu: ", op, " on a tensor of shape ", tensor.sizes(), " that needs ", end,
       " bytes of a storage of ", have, have == 0 ? " (released)" : "");
+  TORCH_CHECK(tensor.storage().data() != nullptr, "emu: ", op, " on a tensor without memory, as fake tensors are");
 }
 
 at::Tensor alias_on_cpu(const at::Tensor& tensor) {

@@ -5,8 +5,8 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <atomic>
 #include <chrono>
-#include <cstring>
 #include <memory>
 
 #include "allocator.h"
@@ -250,6 +250,7 @@ bool is_enabled() {
 
 void register_device() {
   at::RegisterPrivateUse1HooksInterface(new Hooks);
+  at::setHostAllocator(c10::DeviceType::PrivateUse1, pinned::host_allocator());
   c10::SetAllocator(c10::DeviceType::PrivateUse1, device_allocator());
   c10::impl::registerDeviceGuard(c10::DeviceType::PrivateUse1, new Guard);
 }

@@ -105,8 +105,9 @@ class Call {
     const char* name = op_.schema().name().c_str();
     if (!tensor.is_privateuseone()) {
       TORCH_CHECK(
-          tensor.dim() == 0 || tensor.numel() == 0 || traits_.takes_host_tensors, "emu: ", name,
-          " got a tensor of shape ", tensor.sizes(), " on ", tensor.device(), " among tensors on the device");
+          tensor.dim() == 0 || tensor.numel() == 0 || traits_.takes_host_tensors,
+          "Expected all tensors to be on the same device, but ", name, " got one of shape ", tensor.sizes(), " on ",
+          tensor.device(), " among tensors of the emulated device");
       return tensor;
     }
     const bool writes = traits_.writes[index];

@@ -111,18 +111,31 @@ at::Tensor& set_nothing(at::Tensor& self) {
 at::Tensor attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask,
     double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  // The choice looks at shapes, strides, dtypes and requires_grad only, so stand-ins without memory will do;
+  // fake tensors come through here too.
   const auto like_cpu = [](const at::Tensor& t) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    at::Tensor alias = alias_on_cpu(t);
-    alias.set_requires_grad(t.requires_grad());
-    return alias;
+    c10::Storage none(
+        c10::Storage::use_byte_size_t{}, 0, c10::DataPtr(nullptr, c10::Device(c10::DeviceType::CPU)), nullptr, false);
+    auto stand_in = at::detail::make_tensor<c10::TensorImpl>(
+        std::move(none), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
+    stand_in.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides());
+    if (t.requires_grad()) {
+      stand_in.set_requires_grad(true);
+    }
+    return stand_in;
   };
   std::optional<at::Tensor> cpu_mask;
   if (mask.has_value()) {
     cpu_mask = like_cpu(*mask);
   }
-  const int64_t choice = at::_fused_sdp_choice(
-      like_cpu(query), like_cpu(key), like_cpu(value), cpu_mask, dropout_p, is_causal, scale, enable_gqa);
+  int64_t choice = 0;
+  {
+    // Dispatch modes have no business with the stand-ins.
+    c10::impl::ExcludeDispatchKeyGuard no_python(
+        c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+    choice = at::_fused_sdp_choice(
+        like_cpu(query), like_cpu(key), like_cpu(value), cpu_mask, dropout_p, is_causal, scale, enable_gqa);
+  }
   std::optional<at::Tensor> bias = mask;
   if (mask.has_value() && mask->scalar_type() == at::kBool) {
     const auto options = query.options();

@@ -1,5 +1,6 @@
 #include "pinned.h"
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <c10/util/Exception.h>
 
 #include <cstdlib>
@@ -78,7 +79,7 @@ void release(void* pointer) {
   settle_leaving();
 }
 
-class HostAllocator final : public c10::Allocator {
+class HostAllocator final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     const c10::Device cpu(c10::DeviceType::CPU);
@@ -99,11 +100,27 @@ class HostAllocator final : public c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override {
     default_copy_data(to, from, bytes);
   }
+  bool record_event(void* pointer, void*, c10::Stream s) override {
+    Stream& own = stream(static_cast<int>(s.id()));
+    const Ticket tail = own.tail();
+    auto guard = lock();
+    used_by(pointer, own, tail);
+    return true;
+  }
+  void empty_cache() override {
+    auto guard = lock();
+    settle_leaving();
+  }
+  at::HostStats get_stats() override {
+    return {};
+  }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
 };
 
 } // namespace
 
-c10::Allocator* host_allocator() {
+at::HostAllocator* host_allocator() {
   static HostAllocator* a = new HostAllocator;
   return a;
 }

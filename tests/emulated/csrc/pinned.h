@@ -1,14 +1,14 @@
 // Host memory that copies may use without waiting: allocated pinned, or registered by the caller.
 #pragma once
 
-#include <c10/core/Allocator.h>
+#include <ATen/core/CachingHostAllocator.h>
 
 #include "checker.h"
 #include "streams.h"
 
 namespace emu::pinned {
 
-c10::Allocator* host_allocator();
+at::HostAllocator* host_allocator();
 
 bool is_pinned(const void* pointer);
 void add(void* pointer, size_t bytes); // memory of the caller

@@ -101,7 +101,6 @@ bool Stream::held_by_this_thread() const {
 
 Stream::Inline::Inline(Stream& stream) : stream_(stream) {
   TORCH_INTERNAL_ASSERT(held == nullptr, "a kernel runs inside another");
-  held = &stream;
   std::unique_lock<std::mutex> guard(stream.mutex_);
   if (stream.completed_ != stream.submitted_) {
     guard.unlock();
@@ -113,10 +112,12 @@ Stream::Inline::Inline(Stream& stream) : stream_(stream) {
     ++stream.submitted_;
     stream.inline_ = true;
     guard.unlock();
+    held = &stream;
     return;
   }
   ++stream.submitted_;
   stream.inline_ = true;
+  held = &stream;
 }
 
 Stream::Inline::~Inline() {

@@ -1,0 +1,5 @@
+"""Fixtures shared by all tests."""
+
+from emulated.fixtures import emu
+
+__all__ = ["emu"]
