@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch.autograd import Variable
 
+from outcore.model.graph import last_nodes, own_outputs
 from outcore.model.residency import Residency
 from outcore.model.unit import Unit
 
@@ -17,18 +18,25 @@ class Call:
     """One call of a module in forward, and its stay in backward.
 
     Attributes:
-        inputs: inputs that gradients flow to.
-        reached: how many of them have their gradient in the current backward pass.
+        around: the call within which this one happened, if any.
+        first_node: the number of the first graph node that the call may have made.
+        nodes: how many nodes of the call are watched for its end.
+        reached: how many of them have run in the current backward pass.
     """
 
     units: tuple[Unit, ...]
-    inputs: int = 0
-    reached: int = 0
+    first_node: int
+    around: Call | None
+    nodes: int = field(default=0, init=False)
+    reached: int = field(default=0, init=False)
     open: bool = field(default=False, init=False)
 
 
 class BackwardPass:
     """Follows the engine of autograd through one ``backward()`` after the other.
+
+    Attributes:
+        calls: the calls that forward is within, outermost first.
 
     Args:
         residency: opens and closes units.
@@ -45,6 +53,7 @@ class BackwardPass:
         self._open: dict[Call, None] = {}
         self._awaited: dict[Unit, set[int]] = {}
         self._started = False
+        self.calls: list[Call] = []
 
     @property
     def running(self) -> bool:
@@ -53,18 +62,14 @@ class BackwardPass:
 
     # -- watching ---------------------------------------------------------------------------------
 
-    def watch_input(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
-        """A view of an input whose graph node tells when the call's backward is over."""
-        passed = tensor.view_as(tensor)
-        node = passed.grad_fn
-        if node is not None:
-            call.inputs += 1
+    def watch(self, call: Call, outputs: list[torch.Tensor]) -> None:
+        """Open the call's units before the first gradient enters it, close them after its last node."""
+        outputs = own_outputs(outputs, call.first_node)
+        for tensor in outputs:
+            tensor.register_hook(lambda _: self._enter(call))
+        for node in last_nodes(outputs, call.first_node):
+            call.nodes += 1
             node.register_hook(lambda *_: self._reached(call))
-        return passed
-
-    def watch_output(self, call: Call, tensor: torch.Tensor) -> None:
-        """Open the call's units before the first gradient enters it."""
-        tensor.register_hook(lambda _: self._enter(call))
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -72,8 +77,9 @@ class BackwardPass:
         self._start()
         if call.open:
             return
-        for other in [c for c in self._open if c.reached]:
-            self._leave(other)
+        around = set(_enclosing(call))
+        for other in [c for c in self._open if c.reached and c not in around]:
+            self._leave(other)  # nodes it waits for are not part of this pass
         for unit in call.units:
             self._await(unit)
             self._residency.enter(unit, "backward")
@@ -91,7 +97,7 @@ class BackwardPass:
 
     def _reached(self, call: Call) -> None:
         call.reached += 1
-        if call.open and call.reached >= call.inputs:
+        if call.open and call.reached >= call.nodes:
             self._leave(call)
 
     def accumulated(self, unit: Unit, index: int) -> None:
@@ -100,12 +106,8 @@ class BackwardPass:
         self._await(unit)
         awaited = self._awaited[unit]
         awaited.discard(index)
-        if awaited:
-            return
-        self._complete(unit)
-        for call in [c for c in self._open if c.inputs == 0 and unit in c.units]:
-            if all(not self._awaited[other] for other in call.units):
-                self._leave(call)
+        if not awaited:
+            self._complete(unit)
 
     def _leave(self, call: Call) -> None:
         call.open = False
@@ -126,3 +128,9 @@ class BackwardPass:
                 self._complete(unit)
         self._awaited.clear()
         self._started = False
+
+
+def _enclosing(call: Call) -> Iterator[Call]:
+    while call.around is not None:
+        call = call.around
+        yield call

@@ -3,11 +3,10 @@
 [Note: One call of a module]
 In forward a unit is open from the pre-forward to the forward hook (which always runs, also when the module
 raises or when a checkpoint stops its recomputation early). In backward it opens when the first gradient reaches one
-of the call's outputs, and closes when gradients reach its inputs. Inputs are passed on as views, and it is these
-views' graph nodes that tell: autograd runs ready nodes youngest first, so all nodes of the call have run before
-the nodes of its inputs. Three cases lack such a node: no input needs a gradient (then the call ends when all
-parameters have theirs), an input takes no part (then it ends when the next unit opens after some input
-was reached), or neither happens (then it ends with the backward pass).
+of the call's outputs, and closes when all graph nodes of the call have run; `outcore.model.graph` finds those that
+run last. Nothing is put into the graph: an extra node would change the order in which gradients of a tensor
+with several consumers are summed, and with it the last bits. Nodes that a backward does not reach are
+not waited for: then the call ends when the next unit opens, or with the backward pass.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ import torch
 from torch import nn
 
 from outcore.model.backward import BackwardPass, Call
+from outcore.model.graph import next_sequence_number
 from outcore.model.residency import Residency
-from outcore.model.trees import change_tensors, tensors_of
+from outcore.model.trees import tensors_of
 from outcore.model.unit import Unit
 
 
@@ -44,7 +44,7 @@ class PointHooks:
 
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> None:
         entered = []
         try:
             for unit in self._units:
@@ -55,22 +55,10 @@ class PointHooks:
                 self._residency.leave(unit)
             self._calls.append(None)  # the forward hook is called all the same
             raise
-        if not torch.is_grad_enabled():
-            self._calls.append(Call(self._units))
-            return None
-        call = Call(self._units)
+        calls = self._backward.calls
+        call = Call(self._units, next_sequence_number(), calls[-1] if calls else None)
         self._calls.append(call)
-
-        views: dict[int, torch.Tensor] = {}
-
-        def watch(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.requires_grad:
-                return tensor
-            if id(tensor) not in views:  # attention asks whether query *is* key
-                views[id(tensor)] = self._backward.watch_input(call, tensor)
-            return views[id(tensor)]
-
-        return change_tensors(args, watch), change_tensors(kwargs, watch)
+        calls.append(call)
 
     def _post_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -78,9 +66,8 @@ class PointHooks:
         call = self._calls.pop()
         if call is None:
             return
+        self._backward.calls.remove(call)
         for unit in self._units:
             self._residency.leave(unit)
         if torch.is_grad_enabled():
-            for tensor in tensors_of(output):
-                if tensor.requires_grad:
-                    self._backward.watch_output(call, tensor)
+            self._backward.watch(call, [tensor for tensor in tensors_of(output) if tensor.requires_grad])

@@ -1,0 +1,49 @@
+"""Looking at the part of an autograd graph that one call of a module made.
+
+Nodes are numbered in the order of their creation, so the nodes of a call are those reachable from its outputs
+with a number not below the one that was next when it began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.autograd.graph import Node
+
+
+def next_sequence_number() -> int:
+    """A number above that of every node made so far in this thread."""
+    with torch.enable_grad():
+        node = torch.empty(0, requires_grad=True).view(0).grad_fn
+    assert node is not None
+    return int(node._sequence_nr())
+
+
+def own_outputs(outputs: Iterable[torch.Tensor], first: int) -> list[torch.Tensor]:
+    """The outputs that the call computed, not those that it passed on from its inputs."""
+    return [t for t in outputs if t.grad_fn is not None and t.grad_fn._sequence_nr() >= first]
+
+
+def last_nodes(outputs: Iterable[torch.Tensor], first: int) -> list[Node]:
+    """The nodes with an edge out of the call: to what made its inputs, or to a parameter.
+
+    Every node of the call runs before some of these, so once they have run, all have.
+    """
+    stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(stack)
+    last = []
+    while stack:
+        node = stack.pop()
+        leads_out = False
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            if hasattr(following, "variable") or following._sequence_nr() < first:
+                leads_out = True
+            elif following not in seen:
+                seen.add(following)
+                stack.append(following)
+        if leads_out:
+            last.append(node)
+    return last
