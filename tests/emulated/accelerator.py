@@ -191,6 +191,11 @@ def copies_made() -> int:
     return load().copies_made()
 
 
+def copy_delay_ms(number: int) -> float:
+    """How late copy ``number`` is, in milliseconds."""
+    return load().copy_delay_ms(number)
+
+
 def is_protected() -> bool:
     """Whether protection keys keep the host from touching device memory on this machine."""
     return load().is_protected()

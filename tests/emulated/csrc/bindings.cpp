@@ -75,6 +75,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("raise_pending", &checker::raise_pending);
   m.def("allocations_made", &allocations_made);
   m.def("copies_made", &copies_made);
+  m.def("copy_delay_ms", &copy_delay_ms);
   m.def("pinned_bytes", &pinned::live_bytes);
   m.def("host_register", [](uintptr_t address, size_t bytes) { pinned::add(reinterpret_cast<void*>(address), bytes); });
   m.def("host_unregister", [](uintptr_t address) { pinned::remove(reinterpret_cast<void*>(address)); });

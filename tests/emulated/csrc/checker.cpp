@@ -120,35 +120,66 @@ void check(const Range& range, const Shadow& shadow, const Touch& touch, const C
   }
 }
 
-void apply(const Touch& touch, const Clock& clock, const Epoch& now) {
+// The ranges that the touch covers, with boundaries at its ends.
+std::pair<size_t, size_t> covered(const Touch& touch) {
   Shadow& shadow = *touch.shadow;
   refresh(shadow);
-  auto& ranges = shadow.ranges;
   const size_t end = std::min(touch.end, shadow.size);
   if (touch.begin >= end) {
+    return {0, 0};
+  }
+  if (shadow.ranges.size() == 1 && touch.begin == 0 && end == shadow.size) {
+    return {0, 1};
+  }
+  const size_t first = split(shadow.ranges, touch.begin);
+  return {first, split(shadow.ranges, end)};
+}
+
+void check(const Touch& touch, const Clock& clock, const Epoch& now) {
+  const auto [first, last] = covered(touch);
+  for (size_t i = first; i < last; ++i) {
+    check(touch.shadow->ranges[i], *touch.shadow, touch, clock, now);
+  }
+}
+
+void commit(const Touch& touch, const Epoch& now) {
+  const auto [first, last] = covered(touch);
+  if (first == last) {
     return;
   }
-  size_t first = 0;
-  size_t last = 1;
-  if (ranges.size() != 1 || touch.begin != 0 || end != shadow.size) {
-    first = split(ranges, touch.begin);
-    last = split(ranges, end);
-  }
-  for (size_t i = first; i < last; ++i) {
-    check(ranges[i], shadow, touch, clock, now);
-    if (!touch.write) {
-      note_read(ranges[i], now);
-    }
-  }
+  auto& ranges = touch.shadow->ranges;
   if (touch.write) {
-    ranges[first].end = end;
+    ranges[first].end = ranges[last - 1].end;
     ranges[first].filled = true;
     ranges[first].write = now;
     ranges[first].reads.clear();
     ranges.erase(ranges.begin() + first + 1, ranges.begin() + last);
+  } else {
+    for (size_t i = first; i < last; ++i) {
+      note_read(ranges[i], now);
+    }
   }
   if (ranges.size() > kTidyAbove) {
     tidy(ranges);
+  }
+}
+
+// Judges all touches of one piece of work, then notes them, reads before writes. Work that is refused
+// by an exception does not run and leaves no trace, so one fault makes one report.
+void check_and_commit(c10::ArrayRef<Touch> touches, const Clock& clock, const Epoch& now) {
+  const size_t before = state().found.size();
+  for (const auto& touch : touches) {
+    check(touch, clock, now);
+  }
+  if (config().raise_races && state().found.size() != before) {
+    return;
+  }
+  for (const bool write : {false, true}) {
+    for (const auto& touch : touches) {
+      if (touch.write == write) {
+        commit(touch, now);
+      }
+    }
   }
 }
 
@@ -194,31 +225,21 @@ void launch(Stream& stream, Place place, c10::ArrayRef<Touch> touches) {
     auto guard = lock();
     stream.clock.join(host_clock());
     const Epoch now{stream.id, ++stream.clock.at[stream.id], place};
-    for (const auto& touch : touches) {
-      if (!touch.write) {
-        apply(touch, stream.clock, now);
-      }
-    }
-    // Writes come last, so that an operator that reads and writes the same bytes is judged for both.
-    for (const auto& touch : touches) {
-      if (touch.write) {
-        apply(touch, stream.clock, now);
-      }
-    }
+    check_and_commit(touches, stream.clock, now);
   }
   raise_pending();
 }
 
 void produced(const Touch& touch, const Stream& stream, Place place) {
   auto guard = lock();
-  apply(touch, stream.clock, Epoch{stream.id, stream.clock.at[stream.id], place});
+  commit(touch, Epoch{stream.id, stream.clock.at[stream.id], place});
 }
 
 void host_access(const Touch& touch, Place place) {
   {
     auto guard = lock();
     const Epoch now{kHost, ++host_clock().at[kHost], place};
-    apply(touch, host_clock(), now);
+    check_and_commit(touch, host_clock(), now);
   }
   raise_pending();
 }

@@ -288,6 +288,11 @@ int64_t copies_made() {
   return made;
 }
 
+double copy_delay_ms(int64_t number) {
+  auto guard = lock();
+  return delay_of(config(), number);
+}
+
 void restart_copy_count() {
   made = 0;
 }

@@ -27,5 +27,6 @@ void wait_for_poison(Stream& stream, const at::Tensor& tensor);
 
 int64_t copies_made(); // since configure()
 void restart_copy_count();
+double copy_delay_ms(int64_t number); // how late that copy is, by the configuration
 
 } // namespace emu
