@@ -75,7 +75,10 @@ def _build(target: Path) -> None:
     try:
         done = subprocess.run(
             [sys.executable, "-c", _BUILD, NAME, work, *sources],
-            env=environment, capture_output=True, text=True, check=False,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode != 0:
             raise RuntimeError(f"building the emulated device failed:\n{done.stdout}\n{done.stderr}")

@@ -1,15 +1,15 @@
 """The emulated accelerator: a real torch device named ``emu``, for tests of code that needs one.
 
-Its memory is an arena of its own with a hard capacity; its streams are threads; its copies take the time that a stated
-bandwidth needs; its operators are the CPU's kernels over its own bytes, so results are bit-equal to the CPU. A race
-checker follows every access (see ``csrc/checker.h``).
+Its memory is an arena of its own with a hard capacity; its streams are threads; its copies take the time that
+a stated bandwidth needs; its operators are the CPU's kernels over its own bytes, so results are bit-equal to
+the CPU. A race checker follows every access (see ``csrc/checker.h``).
 
     from emulated import accelerator
 
-    accelerator.configure(capacity=64 << 20, h2d_gbps=2.0)   # builds and registers the device on first use
+    accelerator.configure(capacity=64 << 20, h2d_gbps=2.0)  # builds and registers the device on first use
     x = torch.ones(4, device="emu")
     ...
-    accelerator.reset()                                       # back to the defaults; the device is hidden again
+    accelerator.reset()                                      # back to the defaults; the device is hidden
 
 The device stays registered for the life of the process, but ``torch.accelerator.is_available()`` is true only
 between ``configure()`` and ``reset()``.
@@ -75,11 +75,11 @@ def configure(
     """Set the device up and make it available. Waits for all streams, and forgets races, clocks and counts.
 
     capacity: bytes of device memory; one more raises ``torch.OutOfMemoryError``.
-    h2d_gbps, d2h_gbps: bandwidth of each direction in 1e9 bytes per second, shared by all streams; 0 is unlimited.
+    h2d_gbps, d2h_gbps: bandwidth of each direction in 1e9 bytes per second, for all streams together; 0: none.
     checker: follow every access; raise_races=False collects races without raising them.
     poison: fill fresh and freed memory with 0xFF (NaN in every float type).
-    delay_seed, max_delay_ms: every copy between host and device, or only number delay_copy (from 0), is late by a
-        uniformly random time that depends on the seed and the copy's number alone.
+    delay_seed, max_delay_ms: every copy between host and device, or only number delay_copy (from 0), is late
+        by a uniformly random time that depends on the seed and the copy's number alone.
     fail_allocation: this device allocation (from 0) raises ``torch.OutOfMemoryError``, and with
         fail_forever every later one.
     """
@@ -102,7 +102,7 @@ def configure(
 
 
 def reset() -> None:
-    """Wait for all streams, go back to the defaults and hide the device. Does nothing before the first use."""
+    """Wait for all streams, go back to the defaults, hide the device. Does nothing before the first use."""
     if load.cache_info().currsize:
         configure()
         load().set_enabled(False)
@@ -114,7 +114,8 @@ _M = TypeVar("_M", bound=torch.nn.Module)
 def to_device(module: _M) -> _M:
     """Move a module to the device, keeping its Parameter objects and so its ties, as ``.to("cuda")`` does.
 
-    torch replaces the Parameters when a module changes between the CPU and a device of this kind, unless told to swap.
+    torch replaces the Parameters of a module that moves between the CPU and a device of this kind, unless it
+    is told to swap them.
     """
     swap = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)

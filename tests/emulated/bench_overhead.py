@@ -2,8 +2,8 @@
 
     python tests/emulated/bench_overhead.py [--rounds 8]
 
-A 4-layer GPT-2, forward, backward and AdamW. The variants take turns, so that a noisy machine hits all of them alike;
-the figure is the median over rounds of each variant's time divided by the CPU's in the same round.
+A 4-layer GPT-2, forward, backward and AdamW. The variants take turns, so that a noisy machine hits all
+alike; the figure is the median over rounds of each variant's time divided by the CPU's in the same round.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ def training_step(device: str, embd: int, batch: int, tokens: int) -> Callable[[
 
     torch.manual_seed(0)
     config = GPT2Config(
-        n_layer=4, n_embd=embd, n_head=embd // 64, vocab_size=8192, n_positions=tokens, bos_token_id=0, eos_token_id=0
+        n_layer=4,
+        n_embd=embd,
+        n_head=embd // 64,
+        vocab_size=8192,
+        n_positions=tokens,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     model = GPT2LMHeadModel(config)
     ids = torch.randint(0, 8192, (batch, tokens))
@@ -55,7 +61,7 @@ def training_step(device: str, embd: int, batch: int, tokens: int) -> Callable[[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--embd", type=int, default=512)
     parser.add_argument("--batch", type=int, default=4)

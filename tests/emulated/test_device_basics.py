@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import io
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+
+from emulated import _build
 
 pytestmark = pytest.mark.emulated
 
@@ -116,7 +119,8 @@ def test_capacity_is_hard_and_exact(emu):
 
 def test_a_step_fits_in_its_own_peak(emu):
     def step() -> None:
-        model = emu.to_device(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64)))
+        layers = (torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+        model = emu.to_device(torch.nn.Sequential(*layers))
         model(torch.randn(8, 64, device="emu")).sum().backward()
 
     step()
@@ -227,8 +231,9 @@ def test_random_numbers_follow_the_host_generator(emu):
     torch.set_rng_state(state)
     assert torch.equal(torch.randn(5, device="emu").cpu(), expected[0])
     generator = torch.Generator(device="emu").manual_seed(4)
+    same = torch.Generator().manual_seed(4)
     assert torch.equal(
-        torch.randn(5, device="emu", generator=generator).cpu(), torch.randn(5, generator=torch.Generator().manual_seed(4))
+        torch.randn(5, device="emu", generator=generator).cpu(), torch.randn(5, generator=same)
     )
 
 
@@ -277,10 +282,23 @@ def test_an_out_of_memory_error_in_backward_is_raised(emu):
         y.backward()
 
 
+def test_the_build_is_cached_by_its_sources(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert _build.cache_root().parent == tmp_path
+    key = _build.build_key()
+    assert key == _build.build_key()
+    copy = tmp_path / "csrc"
+    shutil.copytree(_build.SOURCES, copy)
+    monkeypatch.setattr(_build, "SOURCES", copy)
+    assert _build.build_key() == key
+    (copy / "clock.h").write_text("// changed")
+    assert _build.build_key() != key
+
+
 def _run(source: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(p for p in sys.path if p)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     return subprocess.run(
-        [sys.executable, "-c", source], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=120
     )
 
 

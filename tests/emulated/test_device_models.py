@@ -32,7 +32,12 @@ def build(name: str) -> torch.nn.Module:
         return transformers.GPT2LMHeadModel(config)
     if name == "llama":
         config = transformers.LlamaConfig(
-            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **ids
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            **ids,
         )
         return transformers.LlamaForCausalLM(config)
     if name == "bert":
@@ -54,7 +59,9 @@ def loss_of(model: torch.nn.Module, device: str, dtype: torch.dtype, step: int) 
     return model(input_ids=tokens, attention_mask=mask, labels=tokens).loss
 
 
-def train(emu, name: str, device: str, dtype: torch.dtype, fused: bool | None) -> tuple[list[float], list[torch.Tensor]]:
+def train(
+    emu, name: str, device: str, dtype: torch.dtype, fused: bool | None
+) -> tuple[list[float], list[torch.Tensor]]:
     torch.manual_seed(0)
     model = build(name).to(dtype).train()
     if device != "cpu":

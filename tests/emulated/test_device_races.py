@@ -88,7 +88,8 @@ def test_the_message_names_both_places(rig, expect):
     rig.fetch()
     line = inspect.currentframe().f_lineno
     here = __file__.rsplit("/", 1)[1]
-    with expect("read", rf"aten::mul at \S*{here}:{line + 3} in .*\n.*copy to device at \S*{here}:\d+ in fetch"):
+    now, before = rf"aten::mul at \S*{here}:{line + 4} in ", rf"copy to device at \S*{here}:\d+ in fetch"
+    with expect("read", rf"{now}.*\n.*{before}"):
         rig.frame * 2
 
 

@@ -56,6 +56,33 @@ def test_a_copy_returns_before_it_is_complete(emu):
     assert back.sum().item() == MIB
 
 
+def test_who_does_not_wait_gets_the_old_bytes(emu):
+    """Asynchrony is real: without the checker, a read too early sees poison, a free too early loses data."""
+    emu.configure(checker=False, h2d_gbps=0.02, d2h_gbps=0.02)
+    side = torch.Stream(device="emu")
+    with side:
+        device = torch.empty(MIB, device="emu").copy_(pinned(MIB), non_blocking=True)
+    assert device.isnan().all().item()
+    side.synchronize()
+    assert device.sum().item() == MIB
+    source, back = torch.ones(MIB, device="emu"), torch.zeros(MIB).pin_memory()
+    with side:
+        back.copy_(source, non_blocking=True)
+    del source
+    side.synchronize()
+    assert back.isnan().all()
+
+
+def test_to_the_host_without_blocking_is_pinned_and_late(emu):
+    emu.configure(d2h_gbps=0.02)
+    host = torch.ones(MIB, device="emu").to("cpu", non_blocking=True)
+    assert host.is_pinned()
+    assert not torch.accelerator.current_stream().query()
+    torch.accelerator.synchronize()
+    emu.host_access(host)
+    assert host.sum().item() == MIB
+
+
 def test_a_blocking_copy_and_a_pageable_one_wait(emu):
     emu.configure(h2d_gbps=0.1)
     for host, non_blocking in ((pinned(MIB), False), (torch.ones(MIB), True)):

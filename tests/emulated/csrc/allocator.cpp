@@ -17,8 +17,8 @@
 //
 // [Note: poison]
 // A freed block is filled with 0xFF (NaN in every float type) in the order of its own stream: at once if
-// the stream is idle, else as a job of the stream. The fill is not an act of the program, so the checker does not see
-// it, and another stream that is given the block waits for the fill behind the scenes (`Block::poisoned`).
+// the stream is idle, else as a job of the stream. The fill is not an act of the program, so the checker does
+// not see it, and another stream that is given the block waits for the fill behind the scenes (`Block::poisoned`).
 
 namespace emu {
 
@@ -365,7 +365,8 @@ void Allocator::recordStream(const c10::DataPtr& pointer, c10::Stream s) {
   }
   auto guard = lock();
   const int id = static_cast<int>(s.id());
-  if (id != block->stream && std::find(block->recorded.begin(), block->recorded.end(), id) == block->recorded.end()) {
+  auto& recorded = block->recorded;
+  if (id != block->stream && std::find(recorded.begin(), recorded.end(), id) == recorded.end()) {
     block->recorded.push_back(id);
   }
 }

@@ -77,7 +77,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("copies_made", &copies_made);
   m.def("copy_delay_ms", &copy_delay_ms);
   m.def("pinned_bytes", &pinned::live_bytes);
-  m.def("host_register", [](uintptr_t address, size_t bytes) { pinned::add(reinterpret_cast<void*>(address), bytes); });
+  m.def("host_register", [](uintptr_t address, size_t bytes) {
+    pinned::add(reinterpret_cast<void*>(address), bytes);
+  });
   m.def("host_unregister", [](uintptr_t address) { pinned::remove(reinterpret_cast<void*>(address)); });
   m.def("is_protected", &arena::is_protected);
   m.def("forked", &forked);

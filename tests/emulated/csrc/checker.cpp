@@ -44,8 +44,8 @@ void report_unordered(
     const char* first_did, const Epoch& first) {
   report(
       kind,
-      std::string(second_did) + " " + actor_name(second.actor) + bytes_of(range, shadow) + " is not ordered after " +
-          first_did + " " + actor_name(first.actor),
+      std::string(second_did) + " " + actor_name(second.actor) + bytes_of(range, shadow) +
+          " is not ordered after " + first_did + " " + actor_name(first.actor),
       first, second);
 }
 
@@ -106,7 +106,8 @@ void check(const Range& range, const Shadow& shadow, const Touch& touch, const C
   } else if (touch.needs_value && !range.filled) {
     report(
         "uninitialised",
-        "read by " + actor_name(now.actor) + bytes_of(range, shadow) + ", which nothing has written since the allocation",
+        "read by " + actor_name(now.actor) + bytes_of(range, shadow) +
+            ", which nothing has written since the allocation",
         range.write, now);
   }
   if (!touch.write) {

@@ -215,7 +215,8 @@ void check_resident(const at::Tensor& tensor, const char* op) {
 at::Tensor alias_on_cpu(const at::Tensor& tensor) {
   const auto& storage = tensor.storage();
   c10::DataPtr data(storage.mutable_data(), c10::Device(c10::DeviceType::CPU));
-  c10::Storage bytes(c10::Storage::use_byte_size_t{}, storage.nbytes(), std::move(data), c10::GetCPUAllocator(), true);
+  c10::Storage bytes(
+      c10::Storage::use_byte_size_t{}, storage.nbytes(), std::move(data), c10::GetCPUAllocator(), true);
   auto alias = at::detail::make_tensor<c10::TensorImpl>(
       std::move(bytes), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
   auto* impl = alias.unsafeGetTensorImpl();

@@ -101,7 +101,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     checker::raise_pending();
   }
 
-  void record(void** event, const c10::Stream& s, const c10::DeviceIndex, const c10::EventFlag flag) const override {
+  void record(
+      void** event, const c10::Stream& s, const c10::DeviceIndex, const c10::EventFlag flag) const override {
     if (*event == nullptr) {
       *event = new Event;
     }

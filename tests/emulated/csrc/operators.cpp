@@ -115,7 +115,8 @@ at::Tensor attention(
   // fake tensors come through here too.
   const auto like_cpu = [](const at::Tensor& t) {
     c10::Storage none(
-        c10::Storage::use_byte_size_t{}, 0, c10::DataPtr(nullptr, c10::Device(c10::DeviceType::CPU)), nullptr, false);
+        c10::Storage::use_byte_size_t{}, 0, c10::DataPtr(nullptr, c10::Device(c10::DeviceType::CPU)), nullptr,
+        false);
     auto stand_in = at::detail::make_tensor<c10::TensorImpl>(
         std::move(none), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
     stand_in.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides());
