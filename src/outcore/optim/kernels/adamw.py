@@ -112,7 +112,8 @@ def adamw(
         f32(1 - beta1),
         f32(beta2),
         f32(1 - beta2),
-        f32(math.sqrt(1 - beta2**step)),
+        # a factor, because a division more for each element would cost as much as the rest
+        f32(1 / math.sqrt(1 - beta2**step)),
         f32(eps),
         f32(-lr / (1 - beta1**step)),
     )

@@ -171,7 +171,7 @@ def adamw(
     param: Array, grad: Array, extra: Array, first: Array, second: Array,
     before: Scalar, clamp: Scalar, after: Scalar,
     keep: Scalar, coupled: Scalar, decay: Scalar, beta1: Scalar, rest1: Scalar, beta2: Scalar, rest2: Scalar,
-    root: Scalar, eps: Scalar, rate: Scalar,
+    unbias: Scalar, eps: Scalar, rate: Scalar,
 ) -> None:  # fmt: skip
     for i in range(param.size):
         stored = second[i]
@@ -180,7 +180,7 @@ def adamw(
         g = g + decay * x if coupled else g
         m = _quiet(beta1 * first[i] + rest1 * g)
         v = _quiet(beta2 * _magnitude(stored) + rest2 * g * g)
-        x = _quiet(keep * x + rate * m / (sqrt(v) / root + eps))
+        x = _quiet(keep * x + rate * m / (sqrt(v) * unbias + eps))
         first[i] = m
         second[i] = _store(param, extra, i, x, v)
 

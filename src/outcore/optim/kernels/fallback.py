@@ -95,14 +95,14 @@ def adamw(
     param: Array, grad: Array, extra: Array | None, first: Array, second: Array,
     before: float, clamp: float, after: float,
     keep: float, coupled: bool, decay: float, beta1: float, rest1: float, beta2: float, rest2: float,
-    root: float, eps: float, rate: float,
+    unbias: float, eps: float, rate: float,
 ) -> None:  # fmt: skip
     for block in _blocks(param, grad, extra, first, second):
         x = block.master()
         g = block.gradient((before, clamp, after), x, decay if coupled else None)
         m = _quiet(block.moments[0] * beta1 + g * rest1)
         v = _quiet(block.moments[1].abs() * beta2 + g * rest2 * g)
-        block.store(x * keep + m * rate / (_root(v) / root + eps), [m, v])
+        block.store(x * keep + m * rate / (_root(v) * unbias + eps), [m, v])
 
 
 def sgd(

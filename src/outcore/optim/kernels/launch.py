@@ -41,6 +41,7 @@ def update(
         UsageError: tensors that are not 1-D, contiguous, on the CPU, of one length and of a dtype that fits.
     """
     n = check(param, grad, *moments, *(() if master is None else (master,)))
+    check_float(grad)
     _check_master(param, master)
     for moment in moments:
         if moment.dtype is not torch.float32:
@@ -66,7 +67,7 @@ def array(tensor: Tensor) -> Array:
 
 
 def check(*tensors: Tensor) -> int:
-    """The common length of 1-D contiguous CPU tensors; the second one's dtype must be a float.
+    """The common length of 1-D contiguous CPU tensors.
 
     Raises:
         UsageError: they are something else.
