@@ -21,7 +21,7 @@ import os
 import sys
 import tempfile
 import threading
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Protocol
 
 BLOCK = 4096
@@ -215,6 +215,14 @@ class MemoryFile:
         self.closed = True
 
 
-def open_file(where: str | os.PathLike[str] | BlockFile) -> BlockFile:
-    """A directory stands for a new `DirectFile` in it; a `BlockFile` stands for itself."""
-    return DirectFile(where) if isinstance(where, (str, Path, os.PathLike)) else where
+def open_files(places: Sequence[str | os.PathLike[str] | BlockFile]) -> list[BlockFile]:
+    """A directory stands for a new `DirectFile` in it, a `BlockFile` for itself. All are opened, or none."""
+    opened: list[BlockFile] = []
+    try:
+        for place in places:
+            opened.append(DirectFile(place) if isinstance(place, (str, os.PathLike)) else place)
+    except BaseException:
+        for file in opened:
+            file.close()
+        raise
+    return opened
