@@ -68,9 +68,23 @@ def test_who_does_not_wait_gets_the_old_bytes(emu):
     source, back = torch.ones(MIB, device="emu"), torch.zeros(MIB).pin_memory()
     with side:
         back.copy_(source, non_blocking=True)
+    assert back.isnan().all()  # the target is poisoned when the copy is asked for
     del source
     side.synchronize()
     assert back.isnan().all()
+
+
+def test_a_target_that_an_earlier_copy_reads_is_left_alone(emu):
+    emu.configure(h2d_gbps=0.05)
+    side = torch.Stream(device="emu")
+    buffer, source = pinned(MIB, 4.0), torch.ones(MIB, device="emu")
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        device = torch.empty(MIB, device="emu").copy_(buffer, non_blocking=True)
+        buffer.copy_(source, non_blocking=True)
+    side.synchronize()
+    assert device.sum().item() == 4 * MIB
+    assert buffer.sum().item() == MIB
 
 
 def test_to_the_host_without_blocking_is_pinned_and_late(emu):

@@ -31,7 +31,6 @@ namespace {
 
 constexpr size_t kAlign = 64;
 constexpr size_t kSmallSegment = size_t(8) << 20;
-constexpr int kPoison = 0xFF;
 
 struct BySize {
   bool operator()(const Block* a, const Block* b) const {

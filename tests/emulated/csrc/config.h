@@ -7,6 +7,8 @@
 
 namespace emu {
 
+constexpr int kPoison = 0xFF; // NaN in every float type
+
 struct Config {
   size_t capacity = size_t(8) << 30; // bytes of device memory
   double h2d_gbps = 0; // 0: as fast as memcpy; GB are 1e9 bytes

@@ -103,6 +103,15 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
       a.is_conj() == b.is_conj() && a.is_neg() == b.is_neg();
 }
 
+// From now on the host may not look at the target before it has waited. If it does, it should not find old bytes
+// that happen to be right. Earlier copies that still use the target need it as it is.
+void poison_target(const Copy& copy) {
+  auto guard = lock();
+  if (config().poison && !pinned::in_use(copy.to, copy.bytes)) {
+    std::memset(copy.to, kPoison, copy.bytes);
+  }
+}
+
 // A copy of whole, equal layouts: bytes.
 void copy_bytes(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
   const Way way = source.is_cpu() ? Way::to_device : target.is_cpu() ? Way::to_host : Way::on_device;
@@ -130,10 +139,13 @@ void copy_bytes(const at::Tensor& source, const at::Tensor& target, bool non_blo
       way == Way::on_device ? s.id != 0 : non_blocking && pinned::is_pinned(host.const_data_ptr());
   const Copy copy = describe_copy(way, target.mutable_data_ptr(), source.const_data_ptr(), source.nbytes());
   if (host_may_run_ahead) {
+    if (way == Way::to_host) {
+      poison_target(copy);
+    }
     const Ticket ticket = s.submit([copy] { perform(copy); });
     if (way != Way::on_device) {
       auto guard = lock();
-      pinned::used_by(host.const_data_ptr(), s, ticket);
+      pinned::used_by(host.const_data_ptr(), copy.bytes, s, ticket);
     }
     return;
   }

@@ -13,14 +13,21 @@
 namespace emu::pinned {
 namespace {
 
+struct Use { // a copy that may still run
+  Stream* stream;
+  Ticket ticket;
+  const char* begin;
+  const char* end;
+};
+
 struct HostBlock {
   size_t bytes = 0;
   Shadow shadow;
-  std::vector<std::pair<Stream*, Ticket>> uses; // copies that may still run
+  std::vector<Use> uses;
 
   bool busy() {
     uses.erase(
-        std::remove_if(uses.begin(), uses.end(), [](const auto& use) { return use.first->done(use.second); }),
+        std::remove_if(uses.begin(), uses.end(), [](const Use& use) { return use.stream->done(use.ticket); }),
         uses.end());
     return !uses.empty();
   }
@@ -104,7 +111,7 @@ class HostAllocator final : public at::HostAllocator {
     Stream& own = stream(static_cast<int>(s.id()));
     const Ticket tail = own.tail();
     auto guard = lock();
-    used_by(pointer, own, tail);
+    used_by(pointer, 1, own, tail);
     return true;
   }
   void empty_cache() override {
@@ -137,7 +144,7 @@ void add(void* pointer, size_t bytes) {
 }
 
 void remove(void* pointer) {
-  std::vector<std::pair<Stream*, Ticket>> uses;
+  std::vector<Use> uses;
   {
     auto guard = lock();
     auto it = find(pointer);
@@ -145,8 +152,8 @@ void remove(void* pointer) {
     uses = it->second->uses;
     state().blocks.erase(it);
   }
-  for (auto& [s, ticket] : uses) {
-    s->wait(ticket);
+  for (const Use& use : uses) {
+    use.stream->wait(use.ticket);
   }
 }
 
@@ -164,12 +171,24 @@ Shadow* shadow_at(const void* pointer, size_t* offset) {
   return &it->second->shadow;
 }
 
-void used_by(const void* pointer, Stream& s, Ticket ticket) {
+void used_by(const void* pointer, size_t bytes, Stream& s, Ticket ticket) {
   auto it = find(pointer);
   if (it != state().blocks.end()) {
     it->second->busy();
-    it->second->uses.emplace_back(&s, ticket);
+    const auto* begin = static_cast<const char*>(pointer);
+    it->second->uses.push_back(Use{&s, ticket, begin, begin + bytes});
   }
+}
+
+bool in_use(const void* pointer, size_t bytes) {
+  auto it = find(pointer);
+  if (it == state().blocks.end() || !it->second->busy()) {
+    return false;
+  }
+  const auto* begin = static_cast<const char*>(pointer);
+  const auto& uses = it->second->uses;
+  return std::any_of(
+      uses.begin(), uses.end(), [&](const Use& use) { return use.begin < begin + bytes && begin < use.end; });
 }
 
 } // namespace emu::pinned

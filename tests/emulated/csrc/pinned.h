@@ -18,6 +18,7 @@ size_t live_bytes();
 
 // Both under emu::lock(). `offset` is set to the pointer's place in the block.
 Shadow* shadow_at(const void* pointer, size_t* offset);
-void used_by(const void* pointer, Stream& stream, Ticket ticket);
+void used_by(const void* pointer, size_t bytes, Stream& stream, Ticket ticket);
+bool in_use(const void* pointer, size_t bytes); // by a copy that may still run
 
 } // namespace emu::pinned
