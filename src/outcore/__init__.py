@@ -20,6 +20,7 @@ from outcore.engine import gather, offload, release, snapshot, weights
 from outcore.memory.budget import Budget
 from outcore.memory.ledger import Snapshot
 from outcore.model.policies import Activations, Precision
+from outcore.optim.foreign import Foreign
 from outcore.optim.optimizer import Optimizer
 from outcore.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
 
@@ -32,6 +33,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Budget",
+    "Foreign",
     "Lion",
     "Optimizer",
     "Precision",

@@ -85,7 +85,7 @@ class Engine:
         self.gradients = Gradients(stores, self.pool, workers())
         self.stage: Stage = HostStage(self.pool, spans, self.gradients)
         self.gauge: Gauge = HostGauge(self.pool, self.ledger, limits.host, self._outside)
-        self.residency = Residency(self.stage, self.clock, lambda unit: None)
+        self.residency = Residency(self.stage, self.clock, self.gradients, lambda unit: None)
         self.backward = BackwardPass(self.residency, self.stage.gradients_complete, self._backward_over)
         self.pipeline = (
             None
@@ -116,7 +116,8 @@ class Engine:
                 entries.append(Entry(number, parameter.shape, dtype, parameter in trained))
                 found[number] = (name, parameter)
             stores, bindings = [], []
-            for run in lay_out(entries, chunk_bytes // self.precision.dtype.itemsize):
+            whole = self.rule is not None and self.rule.whole_parameters
+            for run in lay_out(entries, chunk_bytes // self.precision.dtype.itemsize, whole):
                 planes = ()
                 if run.trained:
                     assert self.rule is not None

@@ -233,13 +233,15 @@ class Pool:
         return chunk.on_host and chunk.residence is not Residence.READING
 
     def _pump(self) -> None:
-        """Start the reads that the near future needs, soonest first, until one finds no room."""
+        """Start the reads that the near future needs, soonest first, until one finds no room.
+
+        What is foreseen beyond a ceiling's worth of chunks, those that will come to be on the host included, could
+        not stay until it is used: it is not read yet.
+        """
         if not self._prefetch or self._closed or self._disk is None:
             return
         horizon = self.ceiling
         for distance, chunk in self._order.upcoming():
-            if chunk.residence is Residence.EMPTY:
-                continue
             horizon -= chunk.nbytes
             if horizon < 0:
                 return

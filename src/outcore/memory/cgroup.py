@@ -72,18 +72,20 @@ def _memberships(root: Path) -> Iterator[tuple[_Interface, Path, Path]]:
         else:
             continue
         for kind, inside, point in mounts:
-            mount = root / point.lstrip("/")
-            if kind == interface.kind and (interface is _V2 or (mount / _V1.limits[0]).exists()):
+            if kind == interface.kind:
+                mount = root / point.lstrip("/")
                 yield interface, mount / _below(path, inside), mount
 
 
 def _mounts(root: Path) -> Iterator[tuple[str, str, str]]:
-    """File system type, root inside the hierarchy and mount point of each control group mount."""
+    """Type, root inside the hierarchy and mount point of each mount that may limit memory."""
     for line in _lines(root / "proc/self/mountinfo"):
         before, dash, after = line.partition(" - ")
         fields = before.split()
-        if dash and len(fields) > 4 and after.split()[0] in ("cgroup", "cgroup2"):
-            yield after.split()[0], _unescape(fields[3]), _unescape(fields[4])
+        kind, *_, options = after.split() or ("", "")
+        memory = kind == _V2.kind or (kind == _V1.kind and "memory" in options.split(","))
+        if dash and memory and len(fields) > 4:
+            yield kind, _unescape(fields[3]), _unescape(fields[4])
 
 
 def _below(path: str, inside: str) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from outcore.model.stage import Stage
 from outcore.model.unit import Unit
+from outcore.optim.gradients import Gradients
 from outcore.trace.clock import Clock
 
 Phase = Literal["forward", "backward", "read"]
@@ -21,8 +22,11 @@ class Residency:
         settle: called with a unit before it is opened; returns once no update of it is outstanding.
     """
 
-    def __init__(self, stage: Stage, clock: Clock, settle: Callable[[Unit], None]) -> None:
+    def __init__(
+        self, stage: Stage, clock: Clock, gradients: Gradients, settle: Callable[[Unit], None]
+    ) -> None:
         self._stage = stage
+        self._gradients = gradients
         self._clock = clock
         self._settle = settle
         self._views: dict[Unit, Sequence[torch.Tensor]] = {}
@@ -32,7 +36,7 @@ class Residency:
         if unit.opened == 0:
             needs = unit.parameter_chunks
             if phase == "backward":
-                needs += unit.gradient_chunks
+                needs += self._gradients.expected(unit.stores)
             self._settle(unit)
             self._clock.tick((phase, unit.index), needs)
             self._stage.open(unit)

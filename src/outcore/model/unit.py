@@ -48,11 +48,6 @@ class Unit:
         return tuple(chunk for store in self.stores for chunk in store.parameters)
 
     @property
-    def gradient_chunks(self) -> tuple[Chunk, ...]:
-        chunks = dict.fromkeys(chunk for store in self.stores for chunk in store.gradients)
-        return tuple(chunks | dict.fromkeys(chunk for store in self.stores for chunk in store.totals))
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the unit's parameters, padding to pages included."""
         return sum(chunk.nbytes for chunk in self.parameter_chunks)

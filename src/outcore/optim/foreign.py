@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from outcore.chunks.layout import Slot
 from outcore.errors import UsageError
-from outcore.optim.kernels import GradTransform, Master, Plane, Workers
+from outcore.optim.kernels import GradTransform, Master, Plane, Planes, Workers
 from outcore.optim.optimizer import Optimizer
 from outcore.optim.optimizers import Params
 
@@ -38,8 +39,13 @@ class Foreign(Optimizer):
 class ForeignRule:
     """An `outcore.optim.kernels.Rule` around an optimizer class."""
 
-    can_split = False
-    whole_parameters = True
+    @property
+    def can_split(self) -> bool:
+        return False
+
+    @property
+    def whole_parameters(self) -> bool:
+        return True
 
     def __init__(self, kind: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> None:
         self._kind = kind
@@ -72,50 +78,58 @@ class ForeignRule:
             ) from failure
         self._streamed = tuple(names)
 
-    def planes(self, dtype: torch.dtype, master: Master) -> tuple[Plane, ...]:
+    def planes(self, param_dtype: torch.dtype, master: Master) -> tuple[Plane, ...]:
         own = () if master is Master.NONE else (Plane("master", torch.float32),)
         return own + tuple(Plane(name, torch.float32) for name in self._streamed)
 
-    def initialise(
-        self, planes: tuple[torch.Tensor, ...], param: torch.Tensor, values: torch.Tensor
-    ) -> None:
-        param.copy_(values)
-        for plane in planes:
+    def initialise(self, planes: Planes, param: torch.Tensor, master_values: torch.Tensor) -> None:
+        for plane in self._moments(planes).values():
             plane.zero_()
-        if len(planes) > len(self._streamed):
-            planes[0].copy_(values)
+        self.set_master(param, planes, master_values)
 
-    def master(self, param: torch.Tensor, planes: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
-        out.copy_(planes[0] if len(planes) > len(self._streamed) else param)
+    def _master(self, param: torch.Tensor, planes: Planes) -> torch.Tensor:
+        return planes[0] if len(planes) > len(self._streamed) else param
 
-    def moments(self, planes: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+    def _moments(self, planes: Planes) -> dict[str, torch.Tensor]:
         return dict(zip(self._streamed, planes[len(planes) - len(self._streamed) :], strict=True))
+
+    def master(self, param: torch.Tensor, planes: Planes, out: torch.Tensor) -> None:
+        out.copy_(self._master(param, planes))
+
+    def set_master(self, param: torch.Tensor, planes: Planes, values: torch.Tensor) -> None:
+        param.copy_(values)
+        self._master(param, planes).copy_(values)
+
+    def moments(self, planes: Planes) -> dict[str, torch.Tensor]:
+        return {name: plane.clone() for name, plane in self._moments(planes).items()}
+
+    def set_moments(self, planes: Planes, values: Mapping[str, torch.Tensor]) -> None:
+        own = self._moments(planes)
+        for name, value in values.items():
+            own[name].copy_(value)
 
     def update(
         self,
         param: torch.Tensor,
         grad: torch.Tensor,
-        planes: tuple[torch.Tensor, ...],
-        *,
-        hyper: Mapping[str, Any],
+        planes: Planes,
+        hyper: Mapping[str, object],
         step: int,
         transform: GradTransform,
-        workers: Workers,
-        shape: torch.Size,
-        index: int,
+        workers: Workers | None = None,
+        slot: Slot | None = None,
     ) -> None:
-        master = planes[0] if len(planes) > len(self._streamed) else param
-        streamed = self.moments(planes)
+        assert slot is not None, "a foreign rule works on whole parameters"
+        master, streamed, shape = self._master(param, planes), self._moments(planes), slot.shape
         whole = torch.nn.Parameter(master.view(shape))
-        whole.grad = transform.apply(grad.float()).view(shape)
+        whole.grad = transform.apply(grad).view(shape)
         optimizer = self._kind([whole], **self._settings)
         optimizer.param_groups[0].update(hyper)
-        if index in self._rest:
+        if slot.index in self._rest:
             state = optimizer.state[whole]
-            state.update(self._rest[index])
-            state.update({name: plane.view(shape) for name, plane in streamed.items()})
-        with torch.enable_grad():
-            optimizer.step()
+            state.update(self._rest[slot.index])
+            state.update({name: plane.view(shape) for name, plane in streamed.items() if name not in state})
+        optimizer.step()
         rest = {}
         for name, value in optimizer.state[whole].items():
             if name in streamed and isinstance(value, torch.Tensor) and value.shape == shape:
@@ -123,6 +137,6 @@ class ForeignRule:
                     streamed[name].copy_(value.reshape(-1))
             else:
                 rest[name] = value
-        self._rest[index] = rest
+        self._rest[slot.index] = rest
         if master is not param:
             param.copy_(master)

@@ -41,6 +41,10 @@ class Gradients:
         self._unmeasured: dict[RunStore, set[int]] = {}
         self._sums: dict[tuple[RunStore, int], torch.Tensor] = {}
 
+    def expected(self, stores: Iterable[RunStore]) -> tuple[Chunk, ...]:
+        """The chunks that the next gradients of these runs go to."""
+        return tuple(self.chunk(store, k) for store in stores for k in range(len(store.gradients)))
+
     # -- arriving ---------------------------------------------------------------------------------
 
     def add(self, store: RunStore, slot: Slot, gradient: torch.Tensor) -> None:

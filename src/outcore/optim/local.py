@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from outcore.chunks.layout import BLOCK
+from outcore.chunks.layout import BLOCK, Slot
 from outcore.optim.kernels import GradTransform, Master, Rule, sum_of_squares, workers
 from outcore.optim.pipeline import Due
 
@@ -50,6 +50,7 @@ class LocalBackend:
                 step=due.steps[index],
                 transform=due.transform,
                 workers=workers(),
+                slot=Slot(index, self._parameters[index].shape, 0),
             )
 
     def clear(self) -> None:

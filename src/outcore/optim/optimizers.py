@@ -91,7 +91,9 @@ class SGD(Optimizer):
             nesterov=nesterov,
             maximize=maximize,
         )
-        super().__init__(params, defaults, SGDRule(momentum=momentum != 0))
+        listed = list(params)
+        buffers = momentum != 0 or any(g.get("momentum") for g in listed if isinstance(g, dict))
+        super().__init__(listed, defaults, SGDRule(momentum=buffers))
 
 
 class Lion(Optimizer):

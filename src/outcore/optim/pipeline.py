@@ -100,6 +100,7 @@ class Pipeline:
             step=due.steps[index],
             transform=due.transform,
             workers=self._workers,
+            slot=segment.slot,
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from outcore.chunks.layout import Slot
 from outcore.errors import UsageError
 from outcore.optim.kernels import launch
 from outcore.optim.kernels.elementwise import Elementwise, number
@@ -58,6 +59,7 @@ class AdagradRule(Elementwise):
         step: int,
         transform: GradTransform,
         workers: Workers | None = None,
+        slot: Slot | None = None,
     ) -> None:
         adagrad(
             param,

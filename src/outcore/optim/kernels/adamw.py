@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from outcore.chunks.layout import Slot
 from outcore.errors import UsageError
 from outcore.optim.kernels import launch
 from outcore.optim.kernels.elementwise import Elementwise, number, pair
@@ -52,6 +53,7 @@ class AdamRule(Elementwise):
         step: int,
         transform: GradTransform,
         workers: Workers | None = None,
+        slot: Slot | None = None,
     ) -> None:
         if hyper.get("amsgrad"):
             raise UsageError("amsgrad is not supported: leave it False")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from outcore.chunks.layout import Slot
 from outcore.errors import UsageError
 from outcore.optim.kernels.launch import check
 from outcore.optim.kernels.master import Master, join_master, quiet, split_master, with_carry
@@ -45,7 +46,12 @@ class Elementwise(ABC):
         step: int,
         transform: GradTransform,
         workers: Workers | None = None,
+        slot: Slot | None = None,
     ) -> None: ...
+
+    @property
+    def whole_parameters(self) -> bool:
+        return False
 
     def start(self, name: str) -> float:
         """What a moment is before the first step."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from outcore.chunks.layout import Slot
 from outcore.optim.kernels import launch
 from outcore.optim.kernels.elementwise import Elementwise, number, pair
 from outcore.optim.kernels.rule import Planes
@@ -38,6 +39,7 @@ class LionRule(Elementwise):
         step: int,
         transform: GradTransform,
         workers: Workers | None = None,
+        slot: Slot | None = None,
     ) -> None:
         del step
         beta1, beta2 = pair(hyper, "betas")

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from outcore.chunks.layout import Slot
 from outcore.optim.kernels.master import Master
 from outcore.optim.kernels.transform import GradTransform
 from outcore.optim.kernels.workers import Workers
@@ -39,6 +40,10 @@ class Rule(Protocol):
     def can_split(self) -> bool:
         """Whether bf16 parameters can have `Master.SPLIT`."""
 
+    @property
+    def whole_parameters(self) -> bool:
+        """Whether `update` must see a parameter as a whole, and know which it is."""
+
     def planes(self, param_dtype: torch.dtype, master: Master) -> tuple[Plane, ...]:
         """The planes for parameters of this dtype.
 
@@ -58,6 +63,7 @@ class Rule(Protocol):
         step: int,
         transform: GradTransform,
         workers: Workers | None = None,
+        slot: Slot | None = None,
     ) -> None:
         """Do one step on ``param`` and ``planes``.
 
@@ -69,6 +75,7 @@ class Rule(Protocol):
             step: the number of this step for these parameters, counted from 1.
             transform: what each gradient goes through first.
             workers: threads to use; the common ones if not given.
+            slot: the parameter; given where `whole_parameters` asks for it.
         """
 
     def master(self, param: Tensor, planes: Planes, out: Tensor) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from outcore.chunks.layout import Slot
 from outcore.errors import UsageError
 from outcore.optim.kernels import launch
 from outcore.optim.kernels.elementwise import Elementwise, number
@@ -48,6 +49,7 @@ class SGDRule(Elementwise):
         step: int,
         transform: GradTransform,
         workers: Workers | None = None,
+        slot: Slot | None = None,
     ) -> None:
         master, moments = self.parts(planes)
         momentum = number(hyper, "momentum", 0.0)
