@@ -20,6 +20,7 @@ govern the device too, and dropout draws the same numbers as on the CPU.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 from collections.abc import Iterator
@@ -54,8 +55,29 @@ def load() -> ModuleType:
     extension.force_fallbacks()
     extension.set_race_error(RaceError)
     torch._register_device_module(NAME, _device_module(extension))
+    _check_autograd(extension)
+    atexit.register(_leave)
     extension.set_enabled(False)
     return extension
+
+
+def _leave() -> None:
+    with contextlib.suppress(RuntimeError):  # a forked child has nothing to finish
+        configure()
+        load().small_backward()  # see its comment: autograd's thread must be idle when Python shuts down
+
+
+def _check_autograd(extension: ModuleType) -> None:
+    # The autograd engine counts the devices when it first runs and never again.
+    try:
+        extension.small_backward()
+    except RuntimeError as error:
+        if "device_ready_queues_" not in str(error):
+            raise
+        raise RuntimeError(
+            "the emulated device was loaded after a backward pass had run in this process; call "
+            "accelerator.load() before the first one (tests/conftest.py does so for emulated tests)"
+        ) from None
 
 
 def configure(

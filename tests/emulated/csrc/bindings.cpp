@@ -1,4 +1,7 @@
 // What Python may ask of the device beyond torch's own interface.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/sum.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "allocator.h"
@@ -44,6 +47,16 @@ void host_access(const at::Tensor& tensor, bool write) {
   }
 }
 
+// A backward pass on the device's autograd thread, on tensors that Python does not know. When it returns, the thread
+// is done with all earlier passes. At exit that matters: it lets go of the last pass's tensors after the caller
+// has got its result, and if that takes the GIL while Python shuts down, the process aborts.
+void small_backward() {
+  py::gil_scoped_release released;
+  at::AutoGradMode with_grad(true);
+  at::Tensor leaf = at::ones({1}, at::TensorOptions().device(c10::DeviceType::PrivateUse1));
+  leaf.set_requires_grad(true).sum().backward();
+}
+
 py::list races() {
   py::list list;
   for (const auto& race : checker::races()) {
@@ -60,6 +73,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("register_device", &register_device);
   m.def("force_fallbacks", &force_fallbacks);
   m.def("set_enabled", &set_enabled);
+  m.def("small_backward", &small_backward);
   m.def("is_enabled", &is_enabled);
   m.def("set_race_error", [](const py::object& type) { set_race_error(type.ptr()); });
   m.def(

@@ -65,8 +65,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(device.index() <= 0, "emu: there is one device, not ", device);
   }
   void uncheckedSetDevice(c10::Device) const noexcept override {}
+  // Always one: the autograd engine asks once in a process, and the device may be hidden at that time.
   c10::DeviceIndex deviceCount() const noexcept override {
-    return enabled ? 1 : 0;
+    return 1;
   }
 
   c10::Stream getStream(c10::Device) const override {
