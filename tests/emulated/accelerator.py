@@ -12,7 +12,10 @@ the CPU. A race checker follows every access (see ``csrc/checker.h``).
     accelerator.reset()                                      # back to the defaults; the device is hidden
 
 The device stays registered for the life of the process, but ``torch.accelerator.is_available()`` is true only
-between ``configure()`` and ``reset()``.
+between ``configure()`` and ``reset()``. It has to be registered (``load()``) before the first backward pass of
+the process, because autograd counts devices then; ``tests/conftest.py`` sees to that.
+
+Not supported: autocast, torch.nn.LSTM and GRU, sharing device tensors between processes.
 
 Random numbers come from the host's default generator, so ``torch.manual_seed`` and ``torch.get_rng_state``
 govern the device too, and dropout draws the same numbers as on the CPU.

@@ -68,6 +68,14 @@ def test_views_share_the_storage(emu):
     assert x.cpu().flatten().tolist() == [5, 0, 0, 7, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0]
 
 
+def test_lazy_conjugates_are_resolved(emu):
+    z = torch.complex(torch.randn(3, 4), torch.randn(3, 4))
+    on_device = z.to("emu")
+    assert torch.equal(on_device.conj().cpu(), z.conj())
+    assert torch.equal(on_device.conj().t().clone().cpu(), z.conj().t())
+    assert torch.equal((on_device.conj().imag + 1).cpu(), z.conj().imag + 1)
+
+
 def test_out_arguments_are_resized(emu):
     out = torch.empty(0, device="emu")
     torch.add(torch.ones(3, device="emu"), 1, out=out)
@@ -316,6 +324,27 @@ def test_a_forked_child_is_refused_not_hung(emu):
         "        os._exit(7 if 'spawn' in str(error) else 1)\n"
         "    os._exit(2)\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_loading_after_a_backward_pass_is_refused_clearly():
+    done = _run(
+        "import torch\n"
+        "torch.ones(1, requires_grad=True).sum().backward()\n"
+        "from emulated import accelerator\n"
+        "accelerator.load()\n"
+    )
+    assert "call accelerator.load() before the first one" in done.stderr
+
+
+def test_a_process_may_end_right_after_a_backward_pass():
+    done = _run(
+        "import torch\n"
+        "from emulated import accelerator\n"
+        "accelerator.configure()\n"
+        "x = torch.ones(4, device='emu', requires_grad=True)\n"
+        "(x * 2).sum().backward()\n"
     )
     assert done.returncode == 0, done.stderr
 

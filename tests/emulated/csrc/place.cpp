@@ -55,7 +55,7 @@ bool interpreter_usable() {
 #endif
 }
 
-// torch's own frames say little about the program; the frame that called torch does.
+// torch's own frames, and those of this device's Python face, say little about the program; their caller does.
 bool inside_torch(PyCodeObject* code) {
   auto& cache = table().in_torch;
   auto found = cache.find(code);
@@ -68,7 +68,8 @@ bool inside_torch(PyCodeObject* code) {
     return false;
   }
   const bool inside = std::strstr(file, "/site-packages/torch/") != nullptr ||
-      std::strstr(file, "/dist-packages/torch/") != nullptr;
+      std::strstr(file, "/dist-packages/torch/") != nullptr ||
+      std::strstr(file, "/emulated/accelerator.py") != nullptr;
   Py_INCREF(code);
   cache.emplace(code, inside);
   return inside;
