@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from tempfile import gettempdir
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outcore.errors import DiskFullError, StateError, UsageError
+from outcore.memory.blockfile import BLOCK, DirectFile, MemoryFile
+from outcore.memory.budget import DiskLimit
+from outcore.memory.disk import DiskTier, Extent
+from outcore.memory.host import PAGE, Region, reserve
+from outcore.memory.lane import Lane
+from outcore.memory.ledger import Ledger
+
+MiB = 1 << 20
+
+
+def random_region(nbytes: int) -> Region:
+    region = reserve(nbytes)
+    region.tensor.random_(0, 256)
+    return region
+
+
+@pytest.fixture(params=["disk", "memory"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DiskTier]:
+    file = DirectFile(tmp_path) if request.param == "disk" else MemoryFile()
+    with DiskTier([file], ledger=Ledger(), budget=64 * MiB, request_bytes=4 * BLOCK) as tier:
+        yield tier
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bytes_come_back_where_they_were(tier: DiskTier) -> None:
+    regions = [random_region(n * PAGE) for n in (1, 3, 4, 5, 40)]
+    copies = [region.tensor.clone() for region in regions]
+    extents = [tier.allocate(region.nbytes) for region in regions]
+    for writing in [tier.write(e, r.buffer) for e, r in zip(extents, regions, strict=True)]:
+        writing.result()
+    for region in regions:
+        region.release()
+    for reading in [tier.read(e, r.buffer) for e, r in zip(extents, regions, strict=True)]:
+        reading.result()
+    assert all(torch.equal(r.tensor, copy) for r, copy in zip(regions, copies, strict=True))
+    assert tier.pending == 0
+
+
+def test_past_the_page_cache_or_not(tmp_path: Path) -> None:
+    file = DirectFile(tmp_path)
+    if not file.direct:
+        pytest.skip("this file system refuses O_DIRECT")
+    with DiskTier([file], ledger=Ledger(), budget=64 * MiB) as tier:
+        region = random_region(8 * MiB)
+        extent = tier.allocate(region.nbytes)
+        tier.write_now(extent, region.buffer)
+        # Unaligned memory would be refused by the system were it not copied.
+        back = memoryview(bytearray(8 * MiB + 1))[1:]
+        tier.read_now(extent, back)
+        assert back == region.buffer
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9 * BLOCK), st.integers(0, 9), st.integers(0, 9), st.booleans())
+def test_any_length_at_any_address(nbytes: int, out_at: int, back_at: int, page: bool) -> None:
+    with DiskTier([gettempdir()], ledger=Ledger(), budget=MiB, threads=2, request_bytes=2 * BLOCK) as tier:
+        before, extent, behind = tier.allocate(1), tier.allocate(nbytes), tier.allocate(1)
+        for neighbour in (before, behind):
+            tier.write_now(neighbour, memoryview(b"n"))
+        data = os.urandom(nbytes)
+        out = (reserve(nbytes).buffer if page else memoryview(bytearray(nbytes + out_at))[out_at:])[:nbytes]
+        back = (reserve(nbytes).buffer if page else memoryview(bytearray(nbytes + back_at))[back_at:])[
+            :nbytes
+        ]
+        out[:] = data
+        tier.write_now(extent, out.toreadonly())
+        tier.read_now(extent, back)
+        assert back == data
+        for neighbour in (before, behind):
+            letter = bytearray(1)
+            tier.read_now(neighbour, memoryview(letter))
+            assert letter == b"n"
+
+
+def test_typed_views_are_taken_as_bytes(tier: DiskTier) -> None:
+    values = torch.arange(1000, dtype=torch.float32)
+    back = torch.zeros(10, 100)
+    extent = tier.allocate(4000)
+    tier.write_now(extent, memoryview(values.numpy()))
+    tier.read_now(extent, memoryview(back.numpy()))
+    assert torch.equal(back.flatten(), values)
+
+
+def test_freed_space_is_used_again(tier: DiskTier) -> None:
+    extents = [tier.allocate(3 * BLOCK) for _ in range(5)]
+    offsets = {e.offset for e in extents}
+    for extent in extents:
+        tier.free(extent)
+    assert tier.used == 0
+    assert {tier.allocate(3 * BLOCK - 5).offset for _ in range(5)} == offsets
+
+
+def test_a_freed_extent_brings_no_old_bytes_along(tier: DiskTier) -> None:
+    extent = tier.allocate(BLOCK)
+    tier.write_now(extent, memoryview(bytes(BLOCK)))
+    tier.free(extent)
+    again = tier.allocate(BLOCK)
+    assert again.offset == extent.offset
+    with pytest.raises(StateError, match="holds nothing"):
+        tier.read(again, memoryview(bytearray(BLOCK)))
+
+
+def test_calls_without_meaning(tier: DiskTier) -> None:
+    extent = tier.allocate(BLOCK)
+    tier.write_now(extent, memoryview(bytes(BLOCK)))
+    for wrong in (bytes(BLOCK - 1), bytes(BLOCK + 1)):
+        with pytest.raises(UsageError):
+            tier.write(extent, memoryview(wrong))
+    with pytest.raises(UsageError, match="read-only"):
+        tier.read(extent, memoryview(bytes(BLOCK)))
+    with pytest.raises(UsageError, match="contiguous"):
+        tier.read(extent, memoryview(bytearray(2 * BLOCK))[::2])
+    for nothing in (0, -1):
+        with pytest.raises(UsageError):
+            tier.allocate(nothing)
+    tier.free(extent)
+    with pytest.raises(StateError, match="freed"):
+        tier.free(extent)
+    with pytest.raises(StateError, match="freed"):
+        tier.write(extent, memoryview(bytes(BLOCK)))
+    assert tier.pending == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"files": []}, {"budget": 0}, {"budget": [1, 2]}, {"threads": 0}, {"request_bytes": 5000}],
+    ids=str,
+)
+def test_tiers_without_meaning(settings: dict[str, object]) -> None:
+    given: dict[str, object] = {"files": [MemoryFile()], "budget": MiB, "ledger": Ledger()}
+    with pytest.raises(UsageError):
+        DiskTier(**{**given, **settings})  # type: ignore[arg-type]
+
+
+def test_the_budget_is_a_promise(tier: DiskTier) -> None:
+    extents = [tier.allocate(16 * MiB) for _ in range(3)]
+    tier.free(extents[0])
+    tier.allocate(MiB)
+    with pytest.raises(DiskFullError, match="17,825,792 bytes are needed") as caught:
+        tier.allocate(17 * MiB)
+    assert "give the disk at least 1,048,576 bytes more" in str(caught.value)
+    assert "32,505,856 are left, 16,777,216 of them in one piece" in str(caught.value)
+    assert tier.used == 33 * MiB
+
+
+def test_the_ledger_knows_every_byte() -> None:
+    ledger = Ledger()
+    with DiskTier([MemoryFile()], ledger=ledger, budget=MiB) as tier:
+        a, b = tier.allocate(5000), tier.allocate(BLOCK)
+        assert ledger.held("disk") == 3 * BLOCK
+        tier.write_now(a, memoryview(bytes(5000)))
+        tier.read_now(a, memoryview(bytearray(5000)))
+        tier.read_now(a, memoryview(bytearray(5000)))
+        tier.free(b)
+        assert ledger.held("disk") == 2 * BLOCK
+    assert ledger.held("disk") == 0
+    assert ledger.peak("disk") == 3 * BLOCK
+    moved = ledger.snapshot().moved
+    assert (moved["disk write"], moved["disk read"]) == (5000, 10000)
+
+
+def test_opening_the_limits_of_a_budget(tmp_path: Path) -> None:
+    with DiskTier.open([DiskLimit(str(tmp_path), MiB)] * 2, ledger=Ledger()) as tier:
+        assert tier.budget == 2 * MiB
+
+
+def test_trimmed_space_can_be_used_again(tier: DiskTier) -> None:
+    keep, gone = tier.allocate(BLOCK), tier.allocate(8 * BLOCK)
+    data = os.urandom(BLOCK)
+    tier.write_now(keep, memoryview(data))
+    tier.free(gone)
+    tier.trim()
+    back = bytearray(BLOCK)
+    tier.read_now(keep, memoryview(back))
+    assert back == data
+    again = tier.allocate(8 * BLOCK)
+    tier.write_now(again, memoryview(bytes(8 * BLOCK)))
+
+
+# -- several files --------------------------------------------------------------------------------
+
+
+def shares(tier: DiskTier, count: int, files: int) -> list[int]:
+    lanes = [tier.allocate(BLOCK).lane for _ in range(count)]
+    return [lanes.count(k) for k in range(files)]
+
+
+def test_files_share_alike_until_their_speed_is_known() -> None:
+    with DiskTier([MemoryFile() for _ in range(3)], ledger=Ledger(), budget=MiB) as tier:
+        assert shares(tier, 30, 3) == [10, 10, 10]
+
+
+def test_a_slower_file_gets_a_smaller_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [MemoryFile(name="slow"), MemoryFile(name="fast")]
+    monkeypatch.setattr(Lane, "rate", property(lambda lane: 1e9 if lane.file.name == "slow" else 3e9))
+    with DiskTier(files, ledger=Ledger(), budget=MiB) as tier:
+        assert shares(tier, 40, 2) == [10, 30]
+
+
+def test_a_full_file_leaves_the_rest_to_the_others() -> None:
+    files = [MemoryFile(), MemoryFile(capacity=3 * BLOCK), MemoryFile()]
+    with DiskTier(files, ledger=Ledger(), budget=[2 * BLOCK, MiB, MiB]) as tier:
+        assert shares(tier, 30, 3) == [2, 3, 25]
+
+
+def test_speed_is_measured() -> None:
+    with DiskTier([MemoryFile()], ledger=Ledger(), budget=64 * MiB) as tier:
+        region, extent = reserve(16 * MiB), tier.allocate(16 * MiB)
+        assert tier._lanes[0].rate == 0
+        for _ in range(5):
+            tier.write_now(extent, region.buffer)
+        assert tier._lanes[0].rate > 1e6
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+def test_closing_finishes_what_was_begun_and_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    file = MemoryFile()
+    tier = DiskTier([file], ledger=Ledger(), budget=MiB, threads=3, request_bytes=BLOCK)
+    extent = tier.allocate(64 * BLOCK)
+    writing = tier.write(extent, memoryview(bytes(64 * BLOCK)))
+    tier.close()
+    tier.close()
+    assert writing.done()
+    assert writing.exception() is None
+    assert file.closed
+    assert set(threading.enumerate()) == before
+    for call in (
+        lambda: tier.allocate(1),
+        tier.trim,
+        lambda: tier.write(extent, memoryview(bytes(64 * BLOCK))),
+    ):
+        with pytest.raises(StateError, match="closed"):
+            call()
+    tier.free(extent)  # everything has been given back: harmless
+    assert tier.pending == 0
+
+
+def test_a_forgotten_tier_closes_itself() -> None:
+    before = set(threading.enumerate())
+    file = MemoryFile()
+    tier = DiskTier([file], ledger=Ledger(), budget=MiB)
+    tier.write(tier.allocate(BLOCK), memoryview(bytes(BLOCK))).result()
+    del tier
+    gc.collect()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+    assert file.closed
+    assert set(threading.enumerate()) == before
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "1 / 0"])
+def test_a_process_ends_with_transfers_under_way(tmp_path: Path, ending: str) -> None:
+    script = (
+        "import sys\n"
+        "from outcore.memory.disk import DiskTier\nfrom outcore.memory.ledger import Ledger\n"
+        "tier = DiskTier([sys.argv[1]], ledger=Ledger(), budget=1 << 26)\n"
+        "data = memoryview(bytes(1 << 24))\n"
+        "futures = [tier.write(tier.allocate(1 << 24), data) for _ in range(4)]\n" + ending
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == {"": 0, "1 / 0": 1}.get(ending, 3)
+    assert ("ZeroDivisionError" in done.stderr) if "/" in ending else done.stderr == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_descriptor_is_left(tmp_path: Path) -> None:
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("descriptors are counted in /proc")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with DiskTier([tmp_path, tmp_path], ledger=Ledger(), budget=MiB) as tier:
+            tier.write_now(tier.allocate(BLOCK), memoryview(bytes(BLOCK)))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_idle_threads_keep_no_memory_alive(tier: DiskTier) -> None:
+    region = random_region(64 * BLOCK)
+    mapping = weakref.ref(region._mapping)
+    extent = tier.allocate(region.nbytes)
+    tier.write_now(extent, region.buffer)
+    done = threading.Event()
+    reading: Future[None] = tier.read(extent, region.buffer)
+    reading.add_done_callback(lambda _: done.set())
+    reading.result()
+    assert done.wait(10)
+    del region, reading
+    tier.write_now(tier.allocate(1), memoryview(b"x"))  # a thread has gone round once more
+    gc.collect()
+    assert mapping() is None
+
+
+def test_extents_say_where_they_are() -> None:
+    assert repr(Extent(5000, 4096, 1)) == "Extent(nbytes=5000, offset=4096, lane=1, generation=0)"
