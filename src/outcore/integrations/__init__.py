@@ -1,0 +1,1 @@
+"""Libraries whose models outcore trains: one module each."""
