@@ -84,7 +84,9 @@ class Engine:
         stores = [store for unit in self.units for store in unit.stores]
         self.gradients = Gradients(stores, self.pool, workers())
         self.stage: Stage = HostStage(self.pool, spans, self.gradients)
-        self.gauge: Gauge = HostGauge(self.pool, self.ledger, limits.host, self._outside)
+        self.gauge: Gauge = HostGauge(
+            self.pool, self.ledger, limits.host, 2 * found.total <= limits.host, self._outside
+        )
         self.residency = Residency(self.stage, self.clock, self.gradients, lambda unit: None)
         self.backward = BackwardPass(self.residency, self.stage.gradients_complete, self._backward_over)
         self.pipeline = (

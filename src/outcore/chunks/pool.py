@@ -88,6 +88,7 @@ class Pool:
         self._order = order
         self._replacer = replacer
         self._prefetch = prefetch
+        self._holds_idle = True
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._resident: dict[Chunk, None] = {}
@@ -127,6 +128,20 @@ class Pool:
         with self._lock:
             self._reserved = nbytes
             self._make_room(0, None)
+
+    def hold_idle(self, on: bool) -> None:
+        """Whether chunks may stay after their use. If not, each tick of the clock evicts what is not in use."""
+        with self._lock:
+            self._holds_idle = on
+            if not on:
+                self._trim()
+
+    def _trim(self) -> None:
+        for chunk in list(self._evictable()):
+            if chunk.residence is Residence.CLEAN:
+                self._drop(chunk, Residence.DISK)
+            else:
+                self._begin_write(chunk)
 
     # -- guards -----------------------------------------------------------------------------------
 
@@ -220,7 +235,10 @@ class Pool:
     def advance(self) -> None:
         """The clock of the `Order` moved: read ahead as far as there is room."""
         with self._lock:
-            self._pump()
+            if self._holds_idle:
+                self._pump()
+            else:
+                self._trim()
 
     def set_prefetch(self, on: bool) -> None:
         """Read ahead from now on, or not."""
@@ -238,7 +256,7 @@ class Pool:
         What is foreseen beyond a ceiling's worth of chunks, those that will come to be on the host included, could
         not stay until it is used: it is not read yet.
         """
-        if not self._prefetch or self._closed or self._disk is None:
+        if not self._prefetch or not self._holds_idle or self._closed or self._disk is None:
             return
         horizon = self.ceiling
         for distance, chunk in self._order.upcoming():
@@ -282,6 +300,9 @@ class Pool:
             else:
                 self._begin_write(victim)
         return True
+
+    def _is_too_full(self) -> bool:
+        return self._used > self.ceiling or not self._holds_idle
 
     def _evictable(self) -> Iterable[Chunk]:
         for chunk in self._resident:
@@ -363,7 +384,7 @@ class Pool:
             chunk.error = done.exception()
             chunk.move(Residence.CLEAN if chunk.error is None else Residence.DIRTY)
             self._failure = self._failure or chunk.error
-            if chunk.residence is Residence.CLEAN and chunk.pins == 0 and self._used > self.ceiling:
+            if chunk.residence is Residence.CLEAN and chunk.pins == 0 and self._is_too_full():
                 self._drop(chunk, Residence.DISK)
             self._changed.notify_all()
             self._pump()

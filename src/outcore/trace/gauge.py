@@ -2,8 +2,9 @@
 
 [Note: Reserve]
 The peak of each kind of lap is measured the first time it runs (and again when its inputs grow). While it
-is measured, each allocation at once pushes as many chunks out as needed, so that the budget holds within
-one allocation; later laps of that kind set the measured peak aside before they begin.
+is measured, no chunk stays on the host longer than it is used (unless all of them take less than half the
+budget), and each allocation at once pushes out what it must; later laps of that kind set the measured
+peak aside before they begin.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from outcore.chunks.pool import Pool
 from outcore.errors import BudgetError
+from outcore.memory.heap import give_back
 from outcore.memory.ledger import Ledger
 from outcore.trace.meter import Meter
 
@@ -41,13 +43,17 @@ class HostGauge:
     """Activations on the host, beside chunks in the host budget.
 
     Args:
+        roomy: whether all chunks together take a small part of the budget.
         outside: called with the storage address of every tensor an operator reads, in measured laps.
     """
 
-    def __init__(self, pool: Pool, ledger: Ledger, budget: int, outside: Callable[[int], None]) -> None:
+    def __init__(
+        self, pool: Pool, ledger: Ledger, budget: int, roomy: bool, outside: Callable[[int], None]
+    ) -> None:
         self._pool = pool
         self._ledger = ledger
         self._budget = budget
+        self._roomy = roomy
         self._outside = outside
         self._known: dict[Hashable, _Known] = {}
         self._meter: Meter | None = None
@@ -67,6 +73,7 @@ class HostGauge:
             return
         self._reserve(known.peak if known is not None else 0)
         self._largest = 0
+        self._pool.hold_idle(self._roomy)
         self._meter = Meter(torch.device("cpu"), self._outside, self._grown)
         self._meter.__enter__()
 
@@ -100,6 +107,9 @@ class HostGauge:
             self._known[self._key] = _Known(self._size, self._meter.peak)
             self._reserve(self._meter.live)
             self._meter = None
+            self._pool.hold_idle(True)
         elif self._meter is None:
             self._reserve(0)
+        if not self._roomy:
+            give_back()
         self._key = None
