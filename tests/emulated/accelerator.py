@@ -12,8 +12,8 @@ the CPU. A race checker follows every access (see ``csrc/checker.h``).
     accelerator.reset()                                      # back to the defaults; the device is hidden
 
 The device stays registered for the life of the process, but ``torch.accelerator.is_available()`` is true only
-between ``configure()`` and ``reset()``. It has to be registered (``load()``) before the first backward pass of
-the process, because autograd counts devices then; ``tests/conftest.py`` sees to that.
+between ``configure()`` and ``reset()``. It has to be registered (``load()``) before the first
+backward pass of the process, because autograd counts devices then; ``tests/conftest.py`` sees to that.
 
 Not supported: autocast, torch.nn.LSTM and GRU, sharing device tensors between processes.
 
