@@ -126,7 +126,9 @@ def lay_out(entries: Sequence[Entry], chunk_numel: int, whole: bool = False) -> 
     for entry in entries:
         groups.setdefault((entry.dtype, entry.trained), []).append(entry)
     return tuple(
-        _whole_run(dtype, group, chunk_numel) if whole and trained else _run(dtype, trained, group, chunk_numel)
+        _whole_run(dtype, group, chunk_numel)
+        if whole and trained
+        else _run(dtype, trained, group, chunk_numel)
         for (dtype, trained), group in groups.items()
     )
 

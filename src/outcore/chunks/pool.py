@@ -130,7 +130,7 @@ class Pool:
             self._make_room(0, None)
 
     def hold_idle(self, on: bool) -> None:
-        """Whether chunks may stay after their use. If not, each tick of the clock evicts what is not in use."""
+        """Whether chunks may stay after their use. If not, each tick evicts what is not in use."""
         with self._lock:
             self._holds_idle = on
             if not on:
@@ -253,8 +253,8 @@ class Pool:
     def _pump(self) -> None:
         """Start the reads that the near future needs, soonest first, until one finds no room.
 
-        What is foreseen beyond a ceiling's worth of chunks, those that will come to be on the host included, could
-        not stay until it is used: it is not read yet.
+        What is foreseen beyond a ceiling's worth of chunks, those that will come to be on the host
+        included, could not stay until it is used: it is not read yet.
         """
         if not self._prefetch or not self._holds_idle or self._closed or self._disk is None:
             return
@@ -326,7 +326,7 @@ class Pool:
         )
 
     def _report_failure(self) -> None:
-        """Raise what went wrong behind the caller's back: a write-back that failed. Its bytes are still here."""
+        """Raise what went wrong behind the caller's back: a failed write-back. Its bytes are still here."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             for chunk in self._resident:

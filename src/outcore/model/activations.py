@@ -28,12 +28,12 @@ def recompute(module: nn.Module) -> Callable[[], None]:
             return original(*args, **kwargs)
         return checkpoint(original, *args, use_reentrant=False, **kwargs)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
     def undo() -> None:
         if module.__dict__.get("forward") is forward:
             del module.__dict__["forward"]
             if getattr(module.forward, "__func__", None) is not getattr(original, "__func__", None):
-                module.forward = original  # type: ignore[method-assign]
+                module.forward = original
 
     return undo

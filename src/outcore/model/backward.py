@@ -89,7 +89,7 @@ class BackwardPass:
     def _start(self) -> None:
         if not self._started:
             self._started = True
-            Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._end)
 
     def _await(self, unit: Unit) -> None:
         if unit not in self._awaited:

@@ -83,7 +83,7 @@ class Directory:
             yield name, tensor
 
     def _find(self, name: str, parameter: nn.Parameter) -> str:
-        for alias in (name, *self._aliases.get(id(parameter), ())):
+        for alias in (name, *self._aliases.get(id(parameter), [])):
             shorter = alias.removeprefix(self._prefix) if self._prefix else alias
             for candidate in (alias, shorter, self._prefix + alias):
                 if candidate in self._files:

@@ -2,11 +2,12 @@
 
 [Note: One call of a module]
 In forward a unit is open from the pre-forward to the forward hook (which always runs, also when the module
-raises or when a checkpoint stops its recomputation early). In backward it opens when the first gradient reaches one
-of the call's outputs, and closes when all graph nodes of the call have run; `outcore.model.graph` finds those that
-run last. Nothing is put into the graph: an extra node would change the order in which gradients of a tensor
-with several consumers are summed, and with it the last bits. Nodes that a backward does not reach are
-not waited for: then the call ends when the next unit opens, or with the backward pass.
+raises or when a checkpoint stops its recomputation early). In backward it opens when the first gradient
+reaches one of the call's outputs, and closes when all graph nodes of the call have run;
+`outcore.model.graph` finds those that run last. Nothing is put into the graph: an extra node would change
+the order in which gradients of a tensor with several consumers are summed, and with it the last bits. Nodes
+that a backward does not reach are not waited for: then the call ends when the next unit opens, or with the
+backward pass.
 """
 
 from __future__ import annotations
@@ -42,9 +43,7 @@ class PointHooks:
         for handle in self._handles:
             handle.remove()
 
-    def _pre_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         entered = []
         try:
             for unit in self._units:

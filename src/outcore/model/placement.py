@@ -1,4 +1,4 @@
-"""Taking a model's own memory away from it: parameters and buffers change where they live, not who they are."""
+"""Taking a model's memory away: parameters and buffers change where they live, not who they are."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ def move_buffers(model: nn.Module, device: torch.device) -> int:
 
 
 def wants_fp32(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that must stay fp32: batch norms', whose kernels want them in the dtype of their statistics."""
+    """Parameters that must stay fp32: batch norms', whose kernels want the dtype of their statistics."""
     return {
-        p for m in model.modules() if isinstance(m, _BatchNorm) for p in m.parameters() if p.dtype is torch.float32
+        p
+        for m in model.modules()
+        if isinstance(m, _BatchNorm)
+        for p in m.parameters()
+        if p.dtype is torch.float32
     }

@@ -7,7 +7,6 @@ from typing import Literal, get_args
 
 import torch
 
-
 from outcore.errors import UsageError
 
 PrecisionName = Literal["bf16", "fp16", "fp32"]

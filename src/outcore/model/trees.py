@@ -1,7 +1,7 @@
 """Tensors within nested arguments and outputs.
 
-Only plain containers are rebuilt. Anything else (a cache, a user's object) is passed on as it is, since a copy of it
-would lose what a module writes into it.
+Only plain containers are rebuilt. Anything else (a cache, a user's object) is passed on as it is, since a
+copy of it would lose what a module writes into it.
 """
 
 from __future__ import annotations

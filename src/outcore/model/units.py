@@ -1,10 +1,11 @@
 """Which parameters are fetched together.
 
 [Note: Units]
-A *unit* is what one fetch brings: a transformer block, the embedding, the head. Blocks are the children of the
-outermost ``ModuleList`` or ``Sequential`` on each path from the root. What surrounds them falls into
-subtrees without blocks (an embedding with its norm, a pooler, a head); each is a unit too. A module on the way that
-owns parameters itself (a class token, a scale) makes a unit of just those, open while the module runs.
+A *unit* is what one fetch brings: a transformer block, the embedding, the head. Blocks are the children of
+the outermost ``ModuleList`` or ``Sequential`` on each path from the root. What surrounds them falls into
+subtrees without blocks (an embedding with its norm, a pooler, a head); each is a unit too. A module on the
+way that owns parameters itself (a class token, a scale) makes a unit of just those, open while the module
+runs.
 
 A parameter belongs to the unit that registers it first; every other module that uses the same
 parameter (tied weights) opens that unit as well. `Point` says, for each module with hooks, what it opens.

@@ -32,10 +32,10 @@ class InMemory:
 
 
 class Initialised:
-    """A model on ``meta``: each unit is built on the CPU in fp32 and initialised as its modules do it themselves.
+    """A model on ``meta``: each unit is built on the CPU in fp32, and its modules initialise it themselves.
 
-    A model with ``_init_weights`` (transformers) has that applied to each module, children first; others their
-    modules' ``reset_parameters``.
+    A model with ``_init_weights`` (transformers) has that applied to each module, children first; others
+    their modules' ``reset_parameters``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,7 +47,9 @@ class Initialised:
         modules = list(plan.module.modules()) if plan.whole else [plan.module]
         places: list[tuple[nn.Module, str, nn.Parameter]] = []
         real: dict[int, nn.Parameter] = {}
-        lists = [c for c in plan.module.children() if isinstance(c, (nn.ParameterList, nn.ParameterDict))]
+        lists: list[nn.Module] = [
+            c for c in plan.module.children() if isinstance(c, (nn.ParameterList, nn.ParameterDict))
+        ]
         for module in dict.fromkeys(modules + lists):
             for key, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) in wanted:
@@ -77,8 +79,8 @@ class Initialised:
             reset()
         elif any(True for _ in module.parameters(recurse=False)):
             raise ModelError(
-                f"the model is on 'meta' and {type(module).__name__} has no reset_parameters() to initialise it: "
-                "load weights from a directory, or build the model on the CPU"
+                f"the model is on 'meta' and {type(module).__name__} has no reset_parameters() to initialise "
+                "it: load weights from a directory, or build the model on the CPU"
             )
 
 

@@ -58,9 +58,7 @@ class Gradients:
                     self._add(store, k, segment.start, segment.stop, piece, again)
         self._present.add(slot.index)
 
-    def _add(
-        self, store: RunStore, k: int, start: int, stop: int, piece: torch.Tensor, again: bool
-    ) -> None:
+    def _add(self, store: RunStore, k: int, start: int, stop: int, piece: torch.Tensor, again: bool) -> None:
         if again:
             self._widen(store, k)
         if self._is_wide(store, k):

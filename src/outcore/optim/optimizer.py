@@ -105,7 +105,7 @@ class Optimizer(torch.optim.Optimizer):
     def backward(self, loss: torch.Tensor) -> None:
         """``loss.backward()``, with the loss scaled where fp16 asks for it."""
         scale = self.loss_scale
-        (loss if scale is None else loss * scale.value).backward()  # type: ignore[no-untyped-call]
+        (loss if scale is None else loss * scale.value).backward()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

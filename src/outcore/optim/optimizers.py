@@ -91,7 +91,7 @@ class SGD(Optimizer):
             nesterov=nesterov,
             maximize=maximize,
         )
-        listed = list(params)
+        listed: Any = list(params)
         buffers = momentum != 0 or any(g.get("momentum") for g in listed if isinstance(g, dict))
         super().__init__(listed, defaults, SGDRule(momentum=buffers))
 

@@ -1,1 +1,1 @@
-"""When things are needed: the recorded order of uses, the schedule drawn from it, and what a step allocates."""
+"""When things are needed: the recorded order of uses, the schedule from it, and what a step allocates."""

@@ -1,11 +1,11 @@
 """What a step allocates besides chunks: activations, temporaries and gradients on their way.
 
 [Note: Rehearsal]
-On the CPU nobody counts what operators allocate, so the first lap of each kind runs under a dispatch mode that
-charges every storage once, when it first appears as an output, and credits it when it is freed
-(validated against the peak of the resident set in `benchmarks`). Laps known already run without it.
-The mode sees every operator's arguments too, so it also finds a parameter that is used outside the module
-that owns it, which would otherwise read as NaN.
+On the CPU nobody counts what operators allocate, so the first lap of each kind runs under a dispatch mode
+that charges every storage once, when it first appears as an output, and credits it when it is freed
+(validated against the peak of the resident set in `benchmarks`). Laps known already run without it. The
+mode sees every operator's arguments too, so it also finds a parameter that is used outside the module that
+owns it, which would otherwise read as NaN.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Meter(TorchDispatchMode):
 
     Args:
         device: the device whose storages are counted.
-        known: storage addresses that belong to chunks and are not charged.
         visit: called with the storage address of each tensor argument.
+        observe: called with the live bytes at each new peak.
     """
 
     def __init__(
         self, device: torch.device, visit: Callable[[int], None], observe: Callable[[int], None]
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device.type
         self._visit = visit
         self._observe = observe

@@ -1,13 +1,14 @@
 """The traced order of uses, and the future read from it.
 
 [Note: Laps]
-A training loop repeats itself in *laps*: a forward with its backward is one, an optimizer step is
-another, an evaluation a third. A lap is a sequence of *ticks*; a tick is one use of a unit, or the update of one
+A training loop repeats itself in *laps*: a forward with its backward is one, an optimizer step is another,
+an evaluation a third. A lap is a sequence of *ticks*; a tick is one use of a unit, or the update of one
 chunk, with the chunks it needs. Each lap is recorded whenever it runs, and the last record is what the next
 lap with the same key is expected to do. Which lap follows is remembered too, by key and by how many laps of
-that key came in a row, so that four micro-batches and a step are foreseen. The schedule follows by a cursor: a tick that does
-not come as recorded is looked for further on, and if it is not there the cursor stays where it
-is. So a skipped expert, another batch shape or an evaluation in between costs a wrong prediction at most.
+that key came in a row, so that four micro-batches and a step are foreseen. The schedule follows by a
+cursor: a tick that does not come as recorded is looked for further on, and if it is not there the cursor
+stays where it is. So a skipped expert, another batch shape or an evaluation in between costs a wrong
+prediction at most.
 """
 
 from __future__ import annotations
