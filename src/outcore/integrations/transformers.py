@@ -83,9 +83,8 @@ def build(name: str | os.PathLike[str], *, training: bool) -> Built:
             raise ModelError(f"{directory} has no {WEIGHTS[0]} nor an index of several: save it so")
         tokenizer = _tokenizer(directory)
     else:
-        raise UsageError(
-            f"unknown model {name!r}: use a directory with config.json and weights, or one of {', '.join(PRESETS)}"
-        )
+        known = ", ".join(PRESETS)
+        raise UsageError(f"unknown model {name!r}: name a directory with config.json and weights, or {known}")
     model = _empty(config)
     model.config.use_cache = not training
     if weights is not None:
