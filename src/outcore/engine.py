@@ -14,12 +14,11 @@ from torch import nn
 from outcore.chunks.layout import Entry, lay_out
 from outcore.chunks.pool import Pool
 from outcore.chunks.replacers import Belady
-from outcore.chunks.store import RunStore, build, span_bytes
+from outcore.chunks.store import PlaneType, build
 from outcore.errors import ModelError, StateError, UsageError
 from outcore.memory.budget import Budget, Limits
-from outcore.memory.device import find
+from outcore.memory.device import find, free_bytes
 from outcore.memory.disk import DiskTier
-from outcore.memory.host import Region, reserve
 from outcore.memory.ledger import Ledger, Snapshot
 from outcore.memory.sizes import parse_size
 from outcore.model import weights as weights_of
@@ -31,7 +30,7 @@ from outcore.model.laps import Laps
 from outcore.model.placement import move_buffers, replace_data, wants_fp32
 from outcore.model.policies import Activations, Precision
 from outcore.model.residency import Residency
-from outcore.model.stage import HostStage, Stage
+from outcore.model.sites import DeviceSite, HostSite, Site
 from outcore.model.unit import Binding, Unit, resting
 from outcore.model.units import discover
 from outcore.optim.gradients import Gradients
@@ -41,7 +40,6 @@ from outcore.optim.pipeline import Due, Pipeline, master_kind
 from outcore.optim.scaling import LossScale
 from outcore.planning.minimum import check, needs
 from outcore.trace.clock import Clock
-from outcore.trace.gauge import Gauge, HostGauge
 from outcore.trace.schedule import Schedule
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
@@ -56,7 +54,7 @@ class Engine:
         optimizer: Optimizer | None,
         *,
         limits: Limits,
-        device: torch.device,
+        site: Site,
         precision: Precision,
         activations: Activations,
         patterns: Sequence[str] | None,
@@ -72,7 +70,7 @@ class Engine:
             raise ModelError("the model has no parameters")
         self._undo: list[Any] = []
         self.ledger = Ledger(budget={"host": limits.host})
-        self.units, spans = self._build_units(device, chunk_bytes)
+        self.units = self._build_units(site, chunk_bytes)
         found = needs(self.units, self.points)
         check(found, limits.host, sum(disk.nbytes for disk in limits.disk))
         if limits.disk:
@@ -83,10 +81,9 @@ class Engine:
         self.clock = Clock(schedule, self.pool)
         stores = [store for unit in self.units for store in unit.stores]
         self.gradients = Gradients(stores, self.pool, workers())
-        self.stage: Stage = HostStage(self.pool, spans, self.gradients)
-        self.gauge: Gauge = HostGauge(
-            self.pool, self.ledger, limits.host, 2 * found.total <= limits.host, self._outside
-        )
+        self.stage = site.furnish(self.units, self.pool, self.gradients, self.clock, self.ledger)
+        roomy = 2 * found.total <= limits.host
+        self.gauge = site.gauge(self.stage, self.pool, self.ledger, roomy, self._outside)
         self.residency = Residency(self.stage, self.clock, self.gradients, lambda unit: None)
         self.backward = BackwardPass(self.residency, self.stage.gradients_complete, self._backward_over)
         self.pipeline = (
@@ -103,12 +100,9 @@ class Engine:
 
     # -- construction -----------------------------------------------------------------------------
 
-    def _build_units(
-        self, device: torch.device, chunk_bytes: int
-    ) -> tuple[list[Unit], dict[RunStore, Region]]:
+    def _build_units(self, site: Site, chunk_bytes: int) -> list[Unit]:
         trained = self._numbers()
         keep = wants_fp32(self.model)
-        spans: dict[RunStore, Region] = {}
         units = []
         for index, plan in enumerate(self.plans):
             entries, found = [], {}
@@ -120,21 +114,20 @@ class Engine:
             stores, bindings = [], []
             whole = self.rule is not None and self.rule.whole_parameters
             for run in lay_out(entries, chunk_bytes // self.precision.dtype.itemsize, whole):
-                planes = ()
+                planes: tuple[PlaneType, ...] = ()
                 if run.trained:
                     assert self.rule is not None
                     types = self.rule.planes(run.dtype, master_kind(self.rule, run.dtype))
                     planes = tuple((plane.name, plane.dtype) for plane in types)
-                span = reserve(span_bytes(run))
-                store = build(plan.name, run, planes, span.slice, reserve)
-                spans[store] = span
+                store = build(plan.name, run, planes, site.place(run), site.working())
+                site.settle(run, store)
                 stores.append(store)
                 for slot in run.slots:
                     name, parameter = found[slot.index]
-                    rest = resting(slot.shape, run.dtype, device)
+                    rest = resting(slot.shape, run.dtype, site.device)
                     bindings.append(Binding(name, parameter, store, slot, rest))
             units.append(Unit(index, plan.name, tuple(stores), tuple(bindings)))
-        return units, spans
+        return units
 
     def _numbers(self) -> set[nn.Parameter]:
         """Number the optimizer's parameters as it does, and find those that are trained."""
@@ -161,7 +154,9 @@ class Engine:
             weights_of.fill(unit, plan, source, self.pool, self.rule)
             for binding in unit.bindings:
                 replace_data(binding.parameter, binding.resting)
-        move_buffers(self.model, self.stage.device)
+        buffers = move_buffers(self.model, self.stage.device)
+        if self.stage.device.type != "cpu":
+            self.ledger.hold("device", buffers)
 
     def attach(self) -> None:
         """Hang the hooks in and hand the optimizer its work."""
@@ -314,11 +309,13 @@ def offload(
             f"the like, or outcore.Foreign(torch.optim.{type(optimizer).__name__}, model.parameters(), ...)"
         )
     place = find(device)
+    on_host = place.type == "cpu"
+    limits = (budget or Budget()).limits(None if on_host else free_bytes(place))
     engine = Engine(
         model,
         optimizer,
-        limits=(budget or Budget()).limits(None),
-        device=place,
+        limits=limits,
+        site=HostSite(limits) if on_host else DeviceSite(place, limits, prefetch),
         precision=precision or Precision(),
         activations=activations or Activations(),
         patterns=units,

@@ -230,6 +230,27 @@ class Pool:
                     chunk.extent = None
             self._pump()
 
+    def borrow(self, nbytes: int) -> None:
+        """Make room for bytes that are not a chunk's, and count them until `repay`.
+
+        Raises:
+            BudgetError: they do not fit beside what is pinned.
+        """
+        with self._lock:
+            while not self._try_room(nbytes, -1):
+                if self._transfers == 0:
+                    self._refuse(nbytes)
+                self._changed.wait()
+            self._used += nbytes
+            self._ledger.hold("host", nbytes)
+
+    def repay(self, nbytes: int) -> None:
+        """Give borrowed bytes back."""
+        with self._lock:
+            self._used -= nbytes
+            self._ledger.hold("host", -nbytes)
+            self._pump()
+
     # -- the future -------------------------------------------------------------------------------
 
     def advance(self) -> None:

@@ -107,7 +107,7 @@ class Texts:
     def read(self, share: float = 1.0) -> Iterator[tuple[str, bool]]:
         """The text in pieces, each with whether it is the last of its file.
 
-        Pieces end at the end of a line where they can. Files in folders that are not text are passed over, from
+        Pieces end where a line ends, if they can. Files in folders that are not text are passed over, from
         the piece on where that shows, and counted.
 
         Args:

@@ -70,6 +70,11 @@ class Trained:
         end = self.backend.token_to_id(END)
         return None if end is None else int(end)
 
+    @property
+    def size(self) -> int:
+        """Entries."""
+        return int(self.backend.get_vocab_size())
+
     def save(self, path: Path) -> None:
         """Write it as a ``tokenizer.json``, which transformers and tokenizers read."""
         self.backend.save(str(path))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from outcore.chunks.layout import Slot
-from outcore.chunks.pool import Guard
+from outcore.chunks.pool import Guard, Pool
 from outcore.chunks.store import RunStore
 from outcore.memory.device import Streams
 from outcore.memory.ledger import Ledger
@@ -36,6 +36,10 @@ class _Landing:
     guard: Guard | None
     beside: torch.Tensor | None
 
+    @property
+    def nbytes(self) -> int:
+        return self.store.gradients[self.k].nbytes
+
 
 class Descent:
     """Buffers, copies and arrivals. Copies land in the order in which they were sent.
@@ -50,12 +54,14 @@ class Descent:
         device: torch.device,
         streams: Streams,
         gradients: Gradients,
+        pool: Pool,
         pinned: PinnedMemory,
         ledger: Ledger,
     ) -> None:
         self._device = device
         self._streams = streams
         self._gradients = gradients
+        self._pool = pool
         self._pinned = pinned
         self._ledger = ledger
         self._buffers: dict[RunStore, _Buffer] = {}
@@ -86,6 +92,7 @@ class Descent:
         stream = self._streams.copy_out
         stream.wait_event(self._streams.record(self._streams.compute))
         for k in range(store.run.chunks):
+            self._bound(store.gradients[k].nbytes)
             slots = tuple(s.slot for s in store.run.segments(k) if s.slot.index in buffer.slots)
             if not slots:
                 continue
@@ -94,8 +101,8 @@ class Descent:
             beside = None
             if guard is None:
                 nbytes = (stop - start) * store.run.dtype.itemsize
+                self._pool.borrow(nbytes)
                 beside = self._pinned.take(nbytes)
-                self._ledger.hold("host", nbytes)
             target = store.gradient(k) if beside is None else beside.view(store.run.dtype)
             with stream:
                 target.copy_(buffer.values[start:stop], non_blocking=True)
@@ -114,10 +121,19 @@ class Descent:
         for store in list(self._buffers):
             self.send(store)
         while self._landing:
-            landing = self._landing.pop(0)
-            with self._ledger.waiting("device out"):
-                landing.arrived.synchronize()
-            self._land(landing)
+            self._wait_for_first()
+
+    def _wait_for_first(self) -> None:
+        landing = self._landing.pop(0)
+        with self._ledger.waiting("device out"):
+            landing.arrived.synchronize()
+        self._land(landing)
+
+    def _bound(self, nbytes: int) -> None:
+        """Let what is on its way pin no more than a share of the host."""
+        bound = self._pool.ceiling // 4
+        while self._landing and sum(x.nbytes for x in self._landing) + nbytes > bound:
+            self._wait_for_first()
 
     def _land(self, landing: _Landing) -> None:
         store, k = landing.store, landing.k
@@ -127,7 +143,9 @@ class Descent:
         elif landing.beside is not None:
             self._gradients.add_whole(store, k, landing.beside.view(store.run.dtype), landing.slots)
             self._pinned.put(landing.beside)
-            self._ledger.hold("host", -landing.beside.numel())
+            self._pool.repay(landing.beside.numel())
         if not any(other.buffer is landing.buffer for other in self._landing):
-            self._ledger.hold("device", -landing.buffer.values.numel() * landing.buffer.values.element_size())
+            nbytes = landing.buffer.values.nbytes
+            del landing.buffer.values
+            self._ledger.hold("device", -nbytes)
             self._gradients.measure(store)

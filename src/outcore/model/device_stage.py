@@ -76,6 +76,7 @@ class DeviceStage:
         self._budget = budget
         self._reserved = 0
         self._prefetch = prefetch
+        self._holds_idle = True
         self._frames = {unit: self._frame(unit) for unit in units}
         self._lifting: list[tuple[torch.Event, Guard, int]] = []
 
@@ -90,15 +91,26 @@ class DeviceStage:
     # -- budget -----------------------------------------------------------------------------------
 
     @property
-    def held(self) -> int:
-        """Bytes of frames and gradient buffers on the device."""
-        return self._ledger.held("device") - self._reserved
+    def pinned(self) -> int:
+        """Bytes on the device that can't leave: open units and gradient buffers."""
+        idle = sum(unit_bytes(u) for u, frame in self._frames.items() if frame.here and u.opened == 0)
+        return self._ledger.held("device") - self._reserved - idle
 
     def reserve(self, nbytes: int) -> None:
-        """Set device memory aside for activations; frames that don't fit beside them leave."""
-        self._ledger.hold("device", nbytes - self._reserved)
+        """Set device memory aside for activations; frames that don't fit beside them leave.
+
+        The caller enters the bytes in the ledger.
+        """
         self._reserved = nbytes
         self._try_room(0, -1)
+
+    def hold_idle(self, on: bool) -> None:
+        """Whether frames may stay after their use, and come before it."""
+        self._holds_idle = on
+        if not on:
+            for unit, frame in self._frames.items():
+                if frame.here and unit.opened == 0:
+                    self._free(unit)
 
     def _make_room(self, nbytes: int) -> None:
         if self._try_room(nbytes, -1):
@@ -144,7 +156,10 @@ class DeviceStage:
 
     def close(self, unit: Unit) -> None:
         self._frames[unit].used = self._streams.record(self._streams.compute)
-        self._look_ahead()
+        if self._holds_idle:
+            self._look_ahead()
+        else:
+            self._free(unit)
 
     def stale(self, unit: Unit) -> None:
         if self._frames[unit].here and any(store.run.trained for store in unit.stores):
@@ -196,7 +211,7 @@ class DeviceStage:
         """Lift units needed soon, as far as their chunks are on the host and nothing needed sooner must leave."""
         self._settle(0)
         self._descent.poll()
-        if not self._prefetch:
+        if not (self._prefetch and self._holds_idle):
             return
         for distance, key in enumerate(self._clock.upcoming(AHEAD), start=1):
             if not (isinstance(key, tuple) and key[0] in ("forward", "backward")):
@@ -222,13 +237,17 @@ class DeviceStage:
             self._descent.send(store)
 
     def synchronize(self) -> None:
+        """Wait for all copies: afterwards the host may change what they read."""
         self._descent.drain()
+        while self._lifting:
+            event, guard, _ = self._lifting.pop(0)
+            with self._ledger.waiting("device in"):
+                event.synchronize()
+            guard.close()
 
     def shut(self) -> None:
-        self._descent.drain()
+        self.synchronize()
         torch.accelerator.synchronize(self.device)
-        while self._lifting:
-            self._lifting.pop(0)[1].close()
         for unit, frame in self._frames.items():
             if frame.here:
                 self._free(unit)

@@ -16,10 +16,9 @@ from typing import Protocol
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from outcore.chunks.pool import Pool
 from outcore.errors import BudgetError
 from outcore.memory.heap import give_back
-from outcore.memory.ledger import Ledger
+from outcore.memory.ledger import Ledger, Tier
 from outcore.trace.meter import Meter
 
 
@@ -39,18 +38,45 @@ class _Known:
     peak: int
 
 
-class HostGauge:
-    """Activations on the host, beside chunks in the host budget.
+class Owner(Protocol):
+    """What shares a budget with activations: the pool on the host, the stage on a device."""
+
+    @property
+    def pinned(self) -> int:
+        """Bytes that are in use and can't leave."""
+
+    def reserve(self, nbytes: int) -> None:
+        """Set so many bytes of the budget aside; what no longer fits leaves."""
+
+    def hold_idle(self, on: bool) -> None:
+        """Whether what is not in use may stay."""
+
+
+class MeteredGauge:
+    """Measures laps with a `Meter` on the device that computes.
 
     Args:
+        device: where activations live.
+        tier: the tier whose budget they share.
+        owner: who holds the rest of it.
+        budget: bytes of that tier.
         roomy: whether all chunks together take a small part of the budget.
         outside: called with the storage address of every tensor an operator reads, in measured laps.
     """
 
     def __init__(
-        self, pool: Pool, ledger: Ledger, budget: int, roomy: bool, outside: Callable[[int], None]
+        self,
+        device: torch.device,
+        tier: Tier,
+        owner: Owner,
+        ledger: Ledger,
+        budget: int,
+        roomy: bool,
+        outside: Callable[[int], None],
     ) -> None:
-        self._pool = pool
+        self._device = device
+        self._tier: Tier = tier
+        self._owner = owner
         self._ledger = ledger
         self._budget = budget
         self._roomy = roomy
@@ -73,33 +99,33 @@ class HostGauge:
             return
         self._reserve(known.peak if known is not None else 0)
         self._largest = 0
-        self._pool.hold_idle(self._roomy)
-        self._meter = Meter(torch.device("cpu"), self._outside, self._grown)
+        self._owner.hold_idle(self._roomy)
+        self._meter = Meter(self._device, self._outside, self._grown)
         self._meter.__enter__()
 
     def _grown(self, live: int) -> None:
         """A new peak: make room for it and for one more allocation of its kind."""
-        self._ledger.touch_peak("host", max(0, live - self._reserved))
+        self._ledger.touch_peak(self._tier, max(0, live - self._reserved))
         self._largest = max(self._largest, live - self._reserved)
         if live > self._reserved:
-            if self._pool.pinned + live > self._budget:
+            if self._owner.pinned + live > self._budget:
                 raise BudgetError(
-                    "host",
-                    self._pool.pinned + live,
+                    self._tier,
+                    self._owner.pinned + live,
                     self._budget,
-                    f"{live:,} bytes of that are activations and temporaries, so far: give the host more, "
+                    f"{live:,} bytes of that are activations and temporaries, so far: give the {self._tier} more, "
                     "use a smaller batch or recomputation",
                 )
-            self._reserve(min(live + self._largest // 2, self._budget - self._pool.pinned))
+            self._reserve(min(live + self._largest // 2, self._budget - self._owner.pinned))
 
     def _reserve(self, nbytes: int) -> None:
         before, self._reserved = self._reserved, nbytes
         if nbytes > before:
-            self._pool.reserve(nbytes)
-            self._ledger.hold("host", nbytes - before)
+            self._owner.reserve(nbytes)
+            self._ledger.hold(self._tier, nbytes - before)
         else:
-            self._ledger.hold("host", nbytes - before)
-            self._pool.reserve(nbytes)
+            self._ledger.hold(self._tier, nbytes - before)
+            self._owner.reserve(nbytes)
 
     def end(self) -> None:
         if self._meter is not None and _get_current_dispatch_mode() is self._meter:
@@ -107,9 +133,9 @@ class HostGauge:
             self._known[self._key] = _Known(self._size, self._meter.peak)
             self._reserve(self._meter.live)
             self._meter = None
-            self._pool.hold_idle(True)
+            self._owner.hold_idle(True)
         elif self._meter is None:
             self._reserve(0)
-        if not self._roomy:
+        if not self._roomy and self._tier == "host":
             give_back()
         self._key = None

@@ -1,0 +1,50 @@
+"""The training loop: the one of any PyTorch program, with a clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import outcore
+from outcore.cli.batches import Batches
+from outcore.report.step import Step
+
+
+def train(
+    model: Any,
+    optimizer: outcore.Optimizer,
+    batches: Batches,
+    *,
+    device: torch.device,
+    steps: int,
+    accumulate: int,
+    clip: float,
+) -> Iterator[Step]:
+    """Take optimizer steps, and yield each one's measurements as it ends.
+
+    Args:
+        model: offloaded; called with ``input_ids`` and ``labels``, gives a ``loss``.
+        accumulate: micro-batches of a step; each counts alike.
+        clip: largest norm of the gradient, 0 for no clipping.
+    """
+    for number in range(1, steps + 1):
+        before = outcore.snapshot(model)
+        start = time.perf_counter()
+        losses, tokens = [], 0
+        for _ in range(accumulate):
+            ids = torch.from_numpy(batches.next()).to(device)
+            loss = model(input_ids=ids, labels=ids).loss
+            optimizer.backward(loss / accumulate if accumulate > 1 else loss)
+            losses.append(loss.detach())
+            tokens += ids.numel()
+        norm = float(optimizer.clip_grad_norm_(clip)) if clip > 0 else None
+        lr = float(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = sum(float(loss) for loss in losses) / accumulate
+        seconds = time.perf_counter() - start
+        after = outcore.snapshot(model)
+        yield Step(number, mean, lr, norm, tokens, seconds, before, after, optimizer.skipped_steps)

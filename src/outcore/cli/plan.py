@@ -1,0 +1,52 @@
+"""What a run is about to do, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outcore.engine import engine_of
+from outcore.memory.sizes import format_size
+from outcore.report.metrics import has_tensorboard
+
+if TYPE_CHECKING:
+    import torch
+
+    from outcore.cli.train import Settings
+    from outcore.integrations.transformers import Built
+
+
+def describe(settings: Settings, built: Built, data: str, lr: float, device: torch.device) -> dict[str, str]:
+    """The effective plan of a training run, once the model is offloaded."""
+    per_step = settings.batch_size * settings.seq_len * settings.accumulate
+    accumulated = f" x {settings.accumulate} batches" if settings.accumulate > 1 else ""
+    clip = f"clipped to norm {settings.clip:g}" if settings.clip > 0 else "not clipped"
+    board = (
+        "metrics.jsonl and TensorBoard" if has_tensorboard() else "metrics.jsonl (TensorBoard not installed)"
+    )
+    return {
+        "model": model_line(built, settings.seed),
+        "data": data,
+        "step": f"{settings.batch_size} x {settings.seq_len} tokens{accumulated} = {per_step:,} tokens; "
+        f"{settings.steps} steps; seed {settings.seed}",
+        "optimizer": f"{settings.optimizer.lower()}, learning rate {lr:g}, gradient {clip}",
+        "compute": f"{settings.precision} on {device}, activations: {settings.activations}",
+        **tiers(built, settings.disk),
+        "log": f"{settings.log_dir}: {board}",
+    }
+
+
+def model_line(built: Built, seed: int) -> str:
+    """The model, its size and where its weights come from."""
+    units = len(engine_of(built.model).units)
+    weights = f"new weights from seed {seed}" if built.weights is None else f"weights of {built.weights}"
+    return f"{built.name}, {built.parameters:,} parameters in {units} units, {weights}"
+
+
+def tiers(built: Built, disks: list[str]) -> dict[str, str]:
+    """Each tier in use with its budget and what it holds now."""
+    ledger = engine_of(built.model).ledger.snapshot()
+    return {
+        tier: f"{format_size(budget)} budget, {format_size(ledger.held[tier])} held now"
+        + (f", in {', '.join(disks)}" if tier == "disk" else "")
+        for tier, budget in ledger.budget.items()
+    }

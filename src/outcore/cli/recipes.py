@@ -1,0 +1,52 @@
+"""Optimizers by name, with learning rates that suit them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import outcore
+from outcore.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An optimizer and where its learning rate begins.
+
+    Attributes:
+        make: from parameters and ``lr``.
+        fresh: learning rate for a new model.
+        tuned: learning rate for a model that has its weights.
+    """
+
+    make: Callable[..., outcore.Optimizer]
+    fresh: float
+    tuned: float
+
+
+RECIPES = {
+    "adamw": Recipe(outcore.AdamW, 6e-4, 5e-5),
+    "adam": Recipe(outcore.Adam, 6e-4, 5e-5),
+    "sgd": Recipe(partial(outcore.SGD, momentum=0.9), 1e-1, 1e-2),
+    "lion": Recipe(outcore.Lion, 1e-4, 1e-5),
+    "adagrad": Recipe(outcore.Adagrad, 1e-2, 1e-3),
+}
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of a name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    try:
+        return RECIPES[name.lower()]
+    except KeyError:
+        raise UsageError(f"unknown optimizer {name!r}; choose from {', '.join(RECIPES)}") from None
+
+
+def make(found: Recipe, parameters: Iterable[Any], lr: float) -> outcore.Optimizer:
+    """The optimizer of a recipe."""
+    return found.make(parameters, lr=lr)

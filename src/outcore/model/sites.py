@@ -1,0 +1,115 @@
+"""Where a model computes, and what follows from it: which memory its chunks take, its stage and its gauge.
+
+This is the one place that knows whether there is a device tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from outcore.chunks.layout import Run
+from outcore.chunks.pool import Pool
+from outcore.chunks.store import Place, Reserve, RunStore, span_bytes
+from outcore.memory.budget import Limits
+from outcore.memory.device import Streams
+from outcore.memory.host import Region, reserve
+from outcore.memory.ledger import Ledger
+from outcore.memory.pinned import PinnedMemory
+from outcore.model.descent import Descent
+from outcore.model.device_stage import DeviceStage
+from outcore.model.stage import HostStage, Stage
+from outcore.model.unit import Unit
+from outcore.optim.gradients import Gradients
+from outcore.trace.clock import Clock
+from outcore.trace.gauge import Gauge, MeteredGauge
+
+Outside = Callable[[int], None]
+
+
+class Site(Protocol):
+    """Makes what depends on the device that computes."""
+
+    device: torch.device
+
+    def place(self, run: Run) -> Place:
+        """Regions for the parameter chunks of a run."""
+
+    def working(self) -> Reserve:
+        """Regions for chunks that the device writes."""
+
+    def settle(self, run: Run, store: RunStore) -> None:
+        """The run that regions were last placed for became this store."""
+
+    def furnish(
+        self, units: Sequence[Unit], pool: Pool, gradients: Gradients, clock: Clock, ledger: Ledger
+    ) -> Stage:
+        """The stage."""
+
+    def gauge(self, stage: Stage, pool: Pool, ledger: Ledger, roomy: bool, outside: Outside) -> Gauge:
+        """What keeps room for activations."""
+
+
+class HostSite:
+    """The CPU computes where the chunks lie."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.device = torch.device("cpu")
+        self._limits = limits
+        self._span: Region | None = None
+        self._spans: dict[RunStore, Region] = {}
+
+    def place(self, run: Run) -> Place:
+        self._span = reserve(span_bytes(run))
+        return self._span.slice
+
+    def working(self) -> Reserve:
+        return reserve
+
+    def settle(self, run: Run, store: RunStore) -> None:
+        assert self._span is not None
+        self._spans[store] = self._span
+
+    def furnish(
+        self, units: Sequence[Unit], pool: Pool, gradients: Gradients, clock: Clock, ledger: Ledger
+    ) -> Stage:
+        return HostStage(pool, self._spans, gradients)
+
+    def gauge(self, stage: Stage, pool: Pool, ledger: Ledger, roomy: bool, outside: Outside) -> Gauge:
+        return MeteredGauge(self.device, "host", pool, ledger, self._limits.host, roomy, outside)
+
+
+class DeviceSite:
+    """An accelerator computes; chunks that cross the link lie in page-locked memory."""
+
+    def __init__(self, device: torch.device, limits: Limits, prefetch: bool) -> None:
+        assert limits.device is not None
+        self.device = device
+        self._budget = limits.device
+        self._prefetch = prefetch
+        self._pinned = PinnedMemory(limits.host)
+
+    def place(self, run: Run) -> Place:
+        return lambda offset, nbytes: self._pinned.region(nbytes)
+
+    def working(self) -> Reserve:
+        return self._pinned.region
+
+    def settle(self, run: Run, store: RunStore) -> None:
+        pass
+
+    def furnish(
+        self, units: Sequence[Unit], pool: Pool, gradients: Gradients, clock: Clock, ledger: Ledger
+    ) -> Stage:
+        ledger.budget["device"] = self._budget
+        streams = Streams(self.device)
+        descent = Descent(self.device, streams, gradients, pool, self._pinned, ledger)
+        return DeviceStage(
+            self.device, units, pool, descent, streams, clock, ledger, self._budget, self._prefetch
+        )
+
+    def gauge(self, stage: Stage, pool: Pool, ledger: Ledger, roomy: bool, outside: Outside) -> Gauge:
+        assert isinstance(stage, DeviceStage)
+        return MeteredGauge(self.device, "device", stage, ledger, self._budget, False, outside)

@@ -1,0 +1,143 @@
+"""A run on the terminal: its plan, its progress and what it came to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from outcore.memory.sizes import format_size
+from outcore.report.step import Step
+
+_QUIET = 1.0
+"""Least seconds between two lines where there is no terminal to show a bar on."""
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console as wide as its terminal; lines of a file are not wrapped."""
+    console = Console(stderr=stderr, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 120
+    return console
+
+
+def show_plan(console: Console, plan: Mapping[str, str]) -> None:
+    """What will be done, setting by setting."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in plan.items():
+        grid.add_row(name, value)
+    console.print(grid)
+
+
+class Progressed:
+    """Shows steps as they end: a bar on a terminal, else a line now and then (first and last always)."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._last = 0.0
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("training"),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[said]}"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._bar.add_task("", total=steps, said="first step")
+
+    def __enter__(self) -> Progressed:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, step: Step) -> None:
+        """A step is over."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step.number, said=said(step))
+            return
+        now = time.perf_counter()
+        if step.number in (1, self._steps) or now - self._last >= _QUIET:
+            self._last = now
+            self._console.print(f"step {step.number}/{self._steps}  {said(step)}  {step.seconds:.2f} s")
+
+
+def said(step: Step) -> str:
+    """A step in one line."""
+    tiers = (
+        f"{tier} {format_size(step.after.held[tier])} of {format_size(budget)}"
+        for tier, budget in step.after.budget.items()
+    )
+    skipped = (f"skipped {step.skipped}",) if step.skipped else ()
+    return "  ".join((f"loss {step.loss:.4f}", f"{step.tokens_per_second:,.0f} tokens/s", *tiers, *skipped))
+
+
+def show_end(console: Console, steps: Sequence[Step]) -> None:
+    """What the run came to: losses, tiers, links and where a step's time went.
+
+    Times are means over all steps but the first, in which orders are recorded and kernels compiled.
+    """
+    first, last = steps[0], steps[-1]
+    steady = steps[1:] or steps
+    console.print()
+    console.print(f"loss  first {first.loss:.4f}  last {last.loss:.4f}  change {last.loss - first.loss:+.4f}")
+    console.print(_tiers(last))
+    console.print(_links(steps))
+    console.print(_times(steady, len(steps)))
+
+
+def _tiers(last: Step) -> Table:
+    table = Table("tier", title="peak of each tier", title_justify="left")
+    for name in ("peak", "budget", "share"):
+        table.add_column(name, justify="right")
+    for tier, budget in last.after.budget.items():
+        peak = last.after.peak[tier]
+        table.add_row(tier, format_size(peak), format_size(budget), f"{peak / budget:.1%}")
+    return table
+
+
+def _links(steps: Sequence[Step]) -> Table:
+    table = Table("link", title="bytes moved", title_justify="left")
+    for name in ("in all", "per step"):
+        table.add_column(name, justify="right")
+    for link in steps[-1].after.moved:
+        total = sum(step.moved[link] for step in steps)
+        if total or link.startswith("disk"):
+            table.add_row(link, format_size(total), format_size(total // len(steps)))
+    return table
+
+
+def _times(steps: Sequence[Step], total: int) -> Table:
+    """Mean seconds of each part of a step."""
+    first = steps[0].number
+    which = f"steps {first} to {total}" if total > first else f"step {first}"
+    table = Table("part", title=f"time of a step, mean of {which}", title_justify="left")
+    for name in ("seconds", "share"):
+        table.add_column(name, justify="right")
+    whole = sum(step.seconds for step in steps)
+    parts = {"compute": sum(step.compute for step in steps)}
+    for link in steps[-1].after.waited:
+        waited = sum(step.waited[link] for step in steps)
+        if waited or link.startswith("disk"):
+            parts[f"waiting for {link}"] = waited
+    parts["update"] = sum(step.update for step in steps)
+    for name, seconds in parts.items():
+        table.add_row(name, f"{seconds / len(steps):.3f}", f"{seconds / whole:.1%}")
+    tokens = sum(step.tokens for step in steps)
+    table.add_section()
+    table.add_row("step", f"{whole / len(steps):.3f}", f"{tokens / whole:,.0f} tokens/s")
+    return table

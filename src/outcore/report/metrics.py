@@ -1,0 +1,147 @@
+"""A line of JSON per step, and the same for TensorBoard where it is installed.
+
+Each line of ``metrics.jsonl`` is an object with
+
+- ``step``, ``loss`` (as computed, not rounded), ``lr``, ``grad_norm`` (null without clipping), ``tokens``,
+  ``seconds``, ``tokens_per_second``, ``skipped``;
+- ``held``, ``peak``, ``budget``: bytes per tier; the peak is that of the whole run so far;
+- ``moved``, ``waited``: bytes and seconds per link within the step;
+- ``compute``, ``update``: seconds within the step.
+
+A number that is not finite is written as null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from outcore.errors import TierError, UsageError
+from outcore.report.step import Step
+
+NAME = "metrics.jsonl"
+
+
+class Metrics:
+    """Writes each step as it ends. The directory is made with the first one, so a run that fails makes none.
+
+    A ``metrics.jsonl`` of an earlier run is kept as ``metrics.jsonl.1`` (or ``.2`` and so on).
+
+    Args:
+        directory: where to write.
+
+    Raises:
+        UsageError: nothing can be written there.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._file: Any = None
+        self._board: Any = None
+        _check_writable(directory)
+
+    def write(self, step: Step) -> None:
+        """Add one step.
+
+        Raises:
+            TierError: it can't be written.
+        """
+        try:
+            if self._file is None:
+                self._open()
+            self._file.write(json.dumps(_plain(row(step)), allow_nan=False) + "\n")
+            self._file.flush()
+            if self._board is not None:
+                for name, value in scalars(step).items():
+                    self._board.add_scalar(name, value, step.number)
+        except OSError as error:
+            reason = error.strerror or error
+            raise TierError(f"the metrics can't be written to {self.directory}: {reason}") from None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.directory / NAME
+        if path.exists():
+            number = 1
+            while (older := self.directory / f"{NAME}.{number}").exists():
+                number += 1
+            path.rename(older)
+        self._file = path.open("x", encoding="utf-8")
+        if has_tensorboard():
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(self.directory))
+
+
+def has_tensorboard() -> bool:
+    """Whether TensorBoard's files can be written."""
+    return find_spec("tensorboard") is not None
+
+
+def row(step: Step) -> dict[str, Any]:
+    """What a line of ``metrics.jsonl`` says."""
+    return {
+        "step": step.number,
+        "loss": step.loss,
+        "lr": step.lr,
+        "grad_norm": step.grad_norm,
+        "tokens": step.tokens,
+        "seconds": step.seconds,
+        "tokens_per_second": step.tokens_per_second,
+        "skipped": step.skipped,
+        "held": dict(step.after.held),
+        "peak": dict(step.after.peak),
+        "budget": dict(step.after.budget),
+        "moved": dict(step.moved),
+        "waited": dict(step.waited),
+        "compute": step.compute,
+        "update": step.update,
+    }
+
+
+def scalars(step: Step) -> dict[str, float]:
+    """The same for TensorBoard: one name per curve, numbers only."""
+    found: dict[str, float] = {}
+    for name, value in row(step).items():
+        if name == "step" or value is None:
+            continue
+        if isinstance(value, dict):
+            found.update({f"{name}/{part}".replace(" ", "_"): float(v) for part, v in value.items()})
+        else:
+            found[name] = float(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _check_writable(directory: Path) -> None:
+    there = directory.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise UsageError(f"the log directory {directory} can't be made: {there} is not a directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"the log directory {directory} can't be written: no permission in {there}")
