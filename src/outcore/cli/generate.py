@@ -70,8 +70,8 @@ def _run(
         raise UsageError("the prompt gives no tokens: write at least one word")
     if built.positions is not None and ids.shape[1] + count > built.positions:
         raise UsageError(
-            f"{ids.shape[1]} tokens of prompt and {count} new ones are more than the {built.positions} positions "
-            f"of {name}: shorten one of them"
+            f"{ids.shape[1]} tokens of prompt and {count} new ones are more than the {built.positions} "
+            f"positions of {name}: shorten one of them"
         )
     outcore.offload(built.model, budget=budget, precision=precision, device=device, weights=built.weights)
     try:

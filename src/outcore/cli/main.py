@@ -41,7 +41,7 @@ def main(
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit. Whatever goes wrong is one line on stderr; see `outcore.cli.failures`."""
+    """Run the command line and exit. What goes wrong is one line on stderr; see `outcore.cli.failures`."""
     code: object
     try:
         with reported():

@@ -83,8 +83,8 @@ def train(
     lr: Annotated[
         float | None,
         typer.Option(
-            help="Learning rate, constant. By default one that suits the optimizer: for adamw 6e-4 on a preset "
-            "and 5e-5 on a directory's weights."
+            help="Learning rate, constant. By default one that suits the optimizer: for adamw 6e-4 on a "
+            "preset and 5e-5 on a directory's weights."
         ),
     ] = None,
     clip: Annotated[float, typer.Option(help="Largest norm of the gradient; 0 for no clipping.")] = 1.0,
@@ -126,7 +126,7 @@ def train(
 
 
 def run(settings: Settings) -> None:
-    """Train as the settings say. Everything that can be refused is refused before the model gets any memory."""
+    """Train as the settings say. What can be refused is refused before the model gets any memory."""
     import torch
 
     import outcore
