@@ -39,7 +39,10 @@ def test_what_is_said_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [str, Path, DiskPath, lambda p: f"{p}:1GiB", lambda p: DiskPath(p, 1 << 30)])
 def test_ways_to_name_a_disk(tmp_path: Path, make: Callable[[Path], str]) -> None:
     given = make(tmp_path)
-    assert Budget(disk=given).limits(None) == Budget(disk=[given]).limits(None)
+    for disk in (given, [given], (given,)):
+        (limit,) = Budget(disk=disk).limits(None).disk
+        assert limit.path == str(tmp_path)
+        assert limit.nbytes > 0
 
 
 def test_a_colon_may_be_part_of_a_directory(tmp_path: Path) -> None:

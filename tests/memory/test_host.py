@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from outcore.errors import TierError, UsageError
+from outcore.memory import host
 from outcore.memory.host import PAGE, Region, reserve
 
 MiB = 1 << 20
@@ -64,6 +65,27 @@ def test_slices_share_memory_and_release_only_their_own() -> None:
     assert (region.tensor[:PAGE] == 3).all()
     assert not region.tensor[PAGE : 3 * PAGE].any()
     assert (region.tensor[3 * PAGE :] == 3).all()
+
+
+def test_touching_a_slice_takes_no_more_than_the_slice() -> None:
+    region = reserve(64 * MiB)
+    size = 2 * MiB + 5 * PAGE
+    parts = [region.slice(k * size, size) for k in range(24)]
+    before = resident()
+    for part in parts[::2]:
+        part.tensor.fill_(1)
+    assert abs(resident() - before - 12 * size) < MiB
+    for part in parts[::2]:
+        part.release()
+    assert resident() - before < MiB
+
+
+def test_starts_are_aligned_for_huge_pages_in_a_storage_of_their_own() -> None:
+    region = reserve(4 * MiB)
+    assert region.tensor.storage_offset() == 0
+    assert region.tensor.untyped_storage().nbytes() == 4 * MiB
+    if host._HUGE:
+        assert region.tensor.data_ptr() % host._HUGE == 0
 
 
 @pytest.mark.parametrize(
