@@ -63,14 +63,17 @@ class Tier:
 
 
 class Fio:
-    """The same with fio, asynchronous and as deep as the tier has threads."""
+    """The same with fio, asynchronous; its buffers in huge pages, as the tier's are, or not."""
 
-    def __init__(self, directory: Path, size: int, request: int, depth: int, engine: str) -> None:
+    def __init__(self, directory: Path, size: int, request: int, depth: int, engine: str, huge: bool) -> None:
         self._command = [
             *("fio", "--name=x", f"--filename={directory / 'fio'}", f"--size={size}", f"--bs={request}"),
             *(f"--iodepth={depth}", f"--ioengine={engine}", "--direct=1", "--output-format=json"),
             *("--fallocate=posix", "--overwrite=1", "--end_fsync=0", "--invalidate=0"),
         ]
+        self._env = dict(os.environ)
+        if huge:
+            self._env["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
         self.write()
 
     def write(self) -> float:
@@ -81,7 +84,7 @@ class Fio:
 
     def _run(self, direction: str) -> float:
         done = subprocess.run(
-            [*self._command, f"--rw={direction}"], capture_output=True, text=True, check=True
+            [*self._command, f"--rw={direction}"], capture_output=True, text=True, check=True, env=self._env
         )
         found = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][direction]
         return float(found["io_bytes"] / found["bw_bytes"])
@@ -121,10 +124,11 @@ def compare(args: argparse.Namespace, directory: Path, regions: list[Region]) ->
             "write, unchecked": plain.write,
         }
         if args.fio and shutil.which("fio"):
-            for depth in sorted({args.threads, args.fio_depth}):
-                fio = Fio(directory, args.size, args.request, depth, args.fio_engine)
-                contenders[f"read, fio depth {depth}"] = fio.read
-                contenders[f"write, fio depth {depth}"] = fio.write
+            for depth, huge in ((args.threads, False), (args.threads, True), (args.fio_depth, True)):
+                fio = Fio(directory, args.size, args.request, depth, args.fio_engine, huge)
+                label = f"fio depth {depth}{' huge' if huge else ''}"
+                contenders[f"read, {label}"] = fio.read
+                contenders[f"write, {label}"] = fio.write
         return measure(contenders, args.size, args.rounds)
 
 
