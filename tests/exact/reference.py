@@ -140,8 +140,14 @@ def in_memory(shape: Shape, loop: Loop, make: MakeOptimizer) -> Result:
     return result
 
 
-def offloaded(shape: Shape, loop: Loop, make: MakeOptimizer, **settings: Any) -> Result:
-    """The same training with states spread over tiers."""
+def offloaded(
+    shape: Shape,
+    loop: Loop,
+    make: MakeOptimizer,
+    inspect: Callable[[outcore.Snapshot], None] = lambda held: None,
+    **settings: Any,
+) -> Result:
+    """The same training with states spread over tiers; no tier ever holds more than its budget."""
     model = built(shape)
     optimizer = make([p for p in model.parameters() if p.requires_grad])
     outcore.offload(model, optimizer, precision=outcore.Precision(loop.precision), **settings)
@@ -151,6 +157,7 @@ def offloaded(shape: Shape, loop: Loop, make: MakeOptimizer, **settings: Any) ->
         held = outcore.snapshot(model)
         for tier, peak in held.peak.items():
             assert peak <= held.budget.get(tier, 0), f"{tier} held {peak} of {held.budget}"
+        inspect(held)
     finally:
         outcore.release(model)
     return result

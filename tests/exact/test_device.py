@@ -1,0 +1,118 @@
+"""The matrix on the emulated accelerator: three tiers, race checker on, freed memory poisoned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from exact.families import FAMILIES
+from exact.reference import Loop, Result, in_memory, offloaded
+from exact.shapes import SHAPES, Shape
+from exact.test_matrix import adamw
+
+import outcore
+from outcore.errors import BudgetError
+from outcore.model.descent import Descent
+from outcore.model.device_stage import DeviceStage
+
+pytestmark = pytest.mark.emulated
+ALL = pytest.mark.parametrize("shape", SHAPES + FAMILIES, ids=lambda shape: shape.name)
+
+
+def on_device(
+    shape: Shape, loop: Loop, disk: Path, device: str | int = "8MiB", host: str = "14MiB", **settings: Any
+) -> Result:
+    settings.setdefault("chunk_size", "128KiB")
+    budget = outcore.Budget(device=device, host=host, disk=disk)
+    return offloaded(shape, loop, adamw, device="emu", budget=budget, **settings)
+
+
+@ALL
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_placement(
+    shape: Shape, accumulate: int, clip: float | None, emu: ModuleType, tmp_path: Path
+) -> None:
+    loop = Loop(accumulate=accumulate, clip=clip)
+    expected = in_memory(shape, loop, adamw)
+    on_device(shape, loop, tmp_path, device="1GiB").assert_equal(expected)
+    on_device(shape, loop, tmp_path).assert_equal(expected)
+    on_device(shape, loop, tmp_path, prefetch=False).assert_equal(expected)
+    recompute = outcore.Activations("recompute")
+    on_device(shape, loop, tmp_path, activations=recompute).assert_equal(expected)
+
+
+@ALL
+def test_fp32(shape: Shape, emu: ModuleType, tmp_path: Path) -> None:
+    loop = Loop(precision="fp32", accumulate=2)
+    on_device(shape, loop, tmp_path, "16MiB", "20MiB").assert_equal(in_memory(shape, loop, adamw))
+
+
+@pytest.mark.parametrize("shape", SHAPES[:10], ids=lambda shape: shape.name)
+def test_late_copies(shape: Shape, emu: ModuleType, tmp_path: Path) -> None:
+    """Twenty orders of arrival for each shape: every copy is late by a random time."""
+    loop = Loop(steps=2, accumulate=2)
+    expected = in_memory(shape, loop, adamw)
+    for seed in range(20):
+        emu.configure(delay_seed=seed + 1, max_delay_ms=0.5)
+        on_device(shape, loop, tmp_path, host="24MiB").assert_equal(expected)
+        assert emu.races() == []
+
+
+@ALL
+def test_capacity_is_the_reported_peak(shape: Shape, emu: ModuleType, tmp_path: Path) -> None:
+    """Training passes on a device as large as the peak that a run reports, with that as its budget."""
+    loop = Loop(steps=2)
+    expected = in_memory(shape, loop, adamw)
+    peaks = []
+
+    def measure(held: outcore.Snapshot) -> None:
+        real = torch.accelerator.max_memory_allocated()
+        assert real <= held.peak["device"]
+        peaks.append(held.peak["device"])
+
+    on_device(shape, loop, tmp_path, inspect=measure).assert_equal(expected)
+    emu.configure(capacity=peaks[0])
+    on_device(shape, loop, tmp_path, device=peaks[0]).assert_equal(expected)
+
+
+@ALL
+def test_too_small_a_device_is_refused_before_the_first_step(
+    shape: Shape, emu: ModuleType, tmp_path: Path
+) -> None:
+    with pytest.raises(BudgetError) as refusal:
+        on_device(shape, Loop(), tmp_path, device=200_000)
+    needed = refusal.value.needed
+    assert refusal.value.tier == "device"
+    assert torch.accelerator.memory_allocated() == 0
+    with pytest.raises(BudgetError):
+        on_device(shape, Loop(), tmp_path, device=needed - 1)
+
+
+WAITS = [
+    (DeviceStage, "_await_fill"),
+    (DeviceStage, "_await_use"),
+    (DeviceStage, "_await_lift"),
+    (Descent, "_await_gradients"),
+    (Descent, "_await_arrival"),
+]
+
+
+@pytest.mark.parametrize(("owner", "wait"), WAITS, ids=[name for _, name in WAITS])
+def test_no_wait_can_be_left_out(
+    owner: type, wait: str, emu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutation proof: without any one of the waits, a run with slow copies races or goes wrong."""
+    shape, loop = SHAPES[0], Loop(steps=3, accumulate=2)
+    expected = in_memory(shape, loop, adamw)
+    emu.configure(h2d_gbps=0.2, d2h_gbps=0.05)
+    slow = dict(device="2MiB", host="14MiB")
+    on_device(shape, loop, tmp_path, **slow).assert_equal(expected)
+    monkeypatch.setattr(owner, wait, lambda self, *args: None)
+    with pytest.raises((emu.RaceError, AssertionError, RuntimeError)):
+        on_device(shape, loop, tmp_path, **slow).assert_equal(expected)
+        emu.check()
+    emu.clear_races()
