@@ -8,7 +8,8 @@ import pytest
 
 from outcore.errors import BudgetError, SizeError, UsageError
 from outcore.memory import budget
-from outcore.memory.budget import Budget, DiskPath, available_disk
+from outcore.memory.budget import Budget, DiskPath
+from outcore.memory.places import available_disk
 
 GiB = 1 << 30
 

@@ -70,9 +70,9 @@ class DirectFile:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._fd = -1
         self._name = os.fspath(directory)
         self._length = 0
-        self._fd = -1
         self._fd, self.direct = _open(self._name)
 
     @property
