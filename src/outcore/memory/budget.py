@@ -26,6 +26,8 @@ from outcore.memory.cgroup import headroom
 from outcore.memory.places import available_disk, check_place
 from outcore.memory.sizes import format_size, parse_size
 
+__all__ = ["Budget", "DiskLimit", "DiskPath", "Limits", "available_disk", "available_host", "host_capacity"]
+
 _SHARES = {"device": (0.08, 256 << 20), "host": (0.10, 512 << 20), "disk": (0.05, 1 << 30)}
 """Part, and least bytes, of what is free that a default leaves alone; see [Note: Safety shares]."""
 
