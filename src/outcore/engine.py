@@ -22,7 +22,7 @@ from outcore.memory.disk import DiskTier
 from outcore.memory.ledger import Ledger, Snapshot
 from outcore.memory.sizes import parse_size
 from outcore.model import weights as weights_of
-from outcore.model.activations import recompute
+from outcore.model.activations import recompute, recomputes_itself
 from outcore.model.backward import BackwardPass
 from outcore.model.directory import Directory
 from outcore.model.hooks import PointHooks
@@ -72,7 +72,7 @@ class Engine:
         self.ledger = Ledger(budget={"host": limits.host})
         self.units = self._build_units(site, chunk_bytes)
         found = needs(self.units, self.points)
-        check(found, limits.host, sum(disk.nbytes for disk in limits.disk))
+        check(found, limits.host, sum(disk.nbytes for disk in limits.disk), limits.device)
         if limits.disk:
             self.ledger.budget["disk"] = sum(disk.nbytes for disk in limits.disk)
         self.disk = DiskTier.open(limits.disk, ledger=self.ledger) if limits.disk else None
@@ -93,9 +93,7 @@ class Engine:
                 self.rule, stores, self.gradients, self.pool, self.clock, self.ledger, workers()
             )
         )
-        self._resting = {
-            b.resting.untyped_storage().data_ptr(): b.name for unit in self.units for b in unit.bindings
-        }
+        self._resting: dict[int, str] = {}
         self._activations = activations
 
     # -- construction -----------------------------------------------------------------------------
@@ -124,8 +122,7 @@ class Engine:
                 stores.append(store)
                 for slot in run.slots:
                     name, parameter = found[slot.index]
-                    rest = resting(slot.shape, run.dtype, site.device)
-                    bindings.append(Binding(name, parameter, store, slot, rest))
+                    bindings.append(Binding(name, parameter, store, slot))
             units.append(Unit(index, plan.name, tuple(stores), tuple(bindings)))
         return units
 
@@ -149,25 +146,26 @@ class Engine:
         return self.precision.dtype
 
     def fill(self, source: weights_of.Source) -> None:
-        """Write the first values, unit by unit; afterwards the model itself holds no memory."""
+        """Write the first values, unit by unit; afterwards the model itself holds its buffers alone."""
+        resident = 0
         for unit, plan in zip(self.units, self.plans, strict=True):
             weights_of.fill(unit, plan, source, self.pool, self.rule)
             for binding in unit.bindings:
+                binding.resting = resting(binding.slot.shape, binding.store.run.dtype, self.stage.device)
+                self._resting[binding.resting.untyped_storage().data_ptr()] = binding.name
                 replace_data(binding.parameter, binding.resting)
-        buffers = move_buffers(self.model, self.stage.device)
-        if self.stage.device.type != "cpu":
-            self.ledger.hold("device", buffers)
+                resident += binding.resting.element_size()
+        resident += move_buffers(self.model, self.stage.device)
+        self.stage.occupy(resident)
 
     def attach(self) -> None:
         """Hang the hooks in and hand the optimizer its work."""
         model = self.model
-        recomputes = self._activations.blocks == "recompute" and not getattr(
-            model, "is_gradient_checkpointing", False
-        )
+        recomputes = self._activations.blocks == "recompute"
         for point in self.points:
             opened = tuple(self.units[i] for i in point.units)
             self._undo.append(PointHooks(point.module, opened, self.residency, self.backward).remove)
-            if recomputes and point.block:
+            if recomputes and point.block and not recomputes_itself(point.module):
                 self._undo.append(recompute(point.module))
         self._undo.append(
             Laps(

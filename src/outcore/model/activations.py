@@ -37,3 +37,8 @@ def recompute(module: nn.Module) -> Callable[[], None]:
                 module.forward = original
 
     return undo
+
+
+def recomputes_itself(block: nn.Module) -> bool:
+    """Whether the block's own class checkpoints it already (transformers' ``gradient_checkpointing_enable``)."""
+    return bool(getattr(block, "gradient_checkpointing", False))

@@ -66,6 +66,16 @@ class Descent:
         self._ledger = ledger
         self._buffers: dict[RunStore, _Buffer] = {}
         self._landing: list[_Landing] = []
+        self._held = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes of gradient buffers on the device."""
+        return self._held
+
+    def _hold(self, nbytes: int) -> None:
+        self._held += nbytes
+        self._ledger.hold("device", nbytes)
 
     def has_buffer(self, store: RunStore) -> bool:
         return store in self._buffers
@@ -79,7 +89,7 @@ class Descent:
             buffer = None
         if buffer is None:
             values = torch.zeros(store.run.numel, dtype=store.run.dtype, device=self._device)
-            self._ledger.hold("device", values.numel() * values.element_size())
+            self._hold(values.nbytes)
             buffer = self._buffers[store] = _Buffer(values)
         buffer.values[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(gradient)
         buffer.slots[slot.index] = slot
@@ -90,7 +100,7 @@ class Descent:
         if buffer is None:
             return
         stream = self._streams.copy_out
-        stream.wait_event(self._streams.record(self._streams.compute))
+        self._await_gradients()
         for k in range(store.run.chunks):
             self._bound(store.gradients[k].nbytes)
             slots = tuple(s.slot for s in store.run.segments(k) if s.slot.index in buffer.slots)
@@ -125,9 +135,19 @@ class Descent:
 
     def _wait_for_first(self) -> None:
         landing = self._landing.pop(0)
+        self._await_arrival(landing)
+        self._land(landing)
+
+    # -- the waits, one by one --------------------------------------------------------------------
+
+    def _await_gradients(self) -> None:
+        """Copy down after the kernels that fill the buffer."""
+        self._streams.copy_out.wait_event(self._streams.record(self._streams.compute))
+
+    def _await_arrival(self, landing: _Landing) -> None:
+        """Let the host read, and the buffer go, after the copy down."""
         with self._ledger.waiting("device out"):
             landing.arrived.synchronize()
-        self._land(landing)
 
     def _bound(self, nbytes: int) -> None:
         """Let what is on its way pin no more than a share of the host."""
@@ -147,5 +167,5 @@ class Descent:
         if not any(other.buffer is landing.buffer for other in self._landing):
             nbytes = landing.buffer.values.nbytes
             del landing.buffer.values
-            self._ledger.hold("device", -nbytes)
+            self._hold(-nbytes)
             self._gradients.measure(store)

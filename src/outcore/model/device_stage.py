@@ -75,6 +75,7 @@ class DeviceStage:
         self._ledger = ledger
         self._budget = budget
         self._reserved = 0
+        self._occupied = 0
         self._prefetch = prefetch
         self._holds_idle = True
         self._frames = {unit: self._frame(unit) for unit in units}
@@ -94,7 +95,18 @@ class DeviceStage:
     def pinned(self) -> int:
         """Bytes on the device that can't leave: open units and gradient buffers."""
         idle = sum(unit_bytes(u) for u, frame in self._frames.items() if frame.here and u.opened == 0)
-        return self._ledger.held("device") - self._reserved - idle
+        return self._used - idle
+
+    @property
+    def _used(self) -> int:
+        """Bytes of frames, gradient buffers and what always stays."""
+        frames = sum(unit_bytes(u) for u, frame in self._frames.items() if frame.here)
+        return frames + self._descent.held + self._occupied
+
+    def occupy(self, nbytes: int) -> None:
+        self._make_room(nbytes)
+        self._occupied += nbytes
+        self._ledger.hold("device", nbytes)
 
     def reserve(self, nbytes: int) -> None:
         """Set device memory aside for activations; frames that don't fit beside them leave.
@@ -119,14 +131,14 @@ class DeviceStage:
         if not self._try_room(nbytes, -1):
             raise BudgetError(
                 "device",
-                self._ledger.held("device") + nbytes,
+                self._used + self._reserved + nbytes,
                 self._budget,
                 f"{self._reserved:,} bytes are set aside for activations: give the device more, use a smaller "
                 "batch, recomputation or smaller units",
             )
 
     def _try_room(self, nbytes: int, beyond: int) -> bool:
-        while self._ledger.held("device") + nbytes > self._budget:
+        while self._used + self._reserved + nbytes > self._budget:
             victim, furthest = None, beyond
             for unit, frame in self._frames.items():
                 if frame.here and unit.opened == 0:
@@ -149,9 +161,7 @@ class DeviceStage:
         if not frame.here:
             self._make_room(unit_bytes(unit))
             self._lift(unit)
-        if frame.filled is not None:
-            self._streams.compute.wait_event(frame.filled)
-            frame.filled = None
+        self._await_fill(frame)
         self._look_ahead()
 
     def close(self, unit: Unit) -> None:
@@ -169,6 +179,7 @@ class DeviceStage:
         """Copy a unit's parameters to the device, chunk by chunk, on the copy-in stream."""
         frame = self._frames[unit]
         stream = self._streams.copy_in
+        frame.here = True
         self._ledger.hold("device", unit_bytes(unit))
         for store, flat in zip(unit.stores, frame.flats, strict=True):
             with stream:
@@ -183,7 +194,6 @@ class DeviceStage:
                 self._ledger.moved("device in", nbytes)
                 self._lifting.append((self._streams.record(stream), guard, nbytes))
         frame.filled = self._streams.record(stream)
-        frame.here = True
 
     def _settle(self, nbytes: int) -> None:
         """Unpin what has been copied, and let no more than a share of the host be pinned by copies."""
@@ -192,15 +202,13 @@ class DeviceStage:
         bound = max(self._pool.ceiling // 4, nbytes)
         while self._lifting and sum(n for _, _, n in self._lifting) + nbytes > bound:
             event, guard, _ = self._lifting.pop(0)
-            with self._ledger.waiting("device in"):
-                event.synchronize()
+            self._await_lift(event)
             guard.close()
 
     def _free(self, unit: Unit) -> None:
         frame = self._frames[unit]
         stream = self._streams.copy_in
-        if frame.used is not None:
-            stream.wait_event(frame.used)
+        self._await_use(frame)
         for flat in frame.flats:
             with stream:
                 flat.untyped_storage().resize_(0)
@@ -225,6 +233,24 @@ class DeviceStage:
                 return
             self._lift(unit)
 
+    # -- the waits, one by one --------------------------------------------------------------------
+
+    def _await_fill(self, frame: Frame) -> None:
+        """Compute after the copy in."""
+        if frame.filled is not None:
+            self._streams.compute.wait_event(frame.filled)
+            frame.filled = None
+
+    def _await_use(self, frame: Frame) -> None:
+        """Free, and so overwrite, after the last kernel."""
+        if frame.used is not None:
+            self._streams.copy_in.wait_event(frame.used)
+
+    def _await_lift(self, event: torch.Event) -> None:
+        """Let the host have its chunk back after the copy out of it."""
+        with self._ledger.waiting("device in"):
+            event.synchronize()
+
     # -- gradients --------------------------------------------------------------------------------
 
     def collect(self, unit: Unit, binding: Binding, gradient: torch.Tensor) -> None:
@@ -241,8 +267,7 @@ class DeviceStage:
         self._descent.drain()
         while self._lifting:
             event, guard, _ = self._lifting.pop(0)
-            with self._ledger.waiting("device in"):
-                event.synchronize()
+            self._await_lift(event)
             guard.close()
 
     def shut(self) -> None:
@@ -251,6 +276,8 @@ class DeviceStage:
         for unit, frame in self._frames.items():
             if frame.here:
                 self._free(unit)
+        self._ledger.hold("device", -self._occupied)
+        self._occupied = 0
 
 
 def unit_bytes(unit: Unit) -> int:

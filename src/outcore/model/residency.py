@@ -33,18 +33,26 @@ class Residency:
 
     def enter(self, unit: Unit, phase: Phase) -> None:
         """Open a unit: its parameters have their values until the matching `leave`."""
-        if unit.opened == 0:
-            needs = unit.parameter_chunks
-            if phase == "backward":
-                needs += self._gradients.expected(unit.stores)
-            self._settle(unit)
-            self._clock.tick((phase, unit.index), needs)
-            self._stage.open(unit)
-            if unit not in self._views:
-                self._views[unit] = self._stage.views(unit)
-            for binding, tensor in zip(unit.bindings, self._views[unit], strict=True):
-                binding.parameter.data = tensor
-        unit.opened += 1
+        unit.opened += 1  # from here on nobody takes its memory away
+        if unit.opened > 1:
+            return
+        try:
+            self._open(unit, phase)
+        except BaseException:
+            unit.opened -= 1
+            raise
+
+    def _open(self, unit: Unit, phase: Phase) -> None:
+        needs = unit.parameter_chunks
+        if phase == "backward":
+            needs += self._gradients.expected(unit.stores)
+        self._settle(unit)
+        self._clock.tick((phase, unit.index), needs)
+        self._stage.open(unit)
+        if unit not in self._views:
+            self._views[unit] = self._stage.views(unit)
+        for binding, tensor in zip(unit.bindings, self._views[unit], strict=True):
+            binding.parameter.data = tensor
 
     def leave(self, unit: Unit) -> None:
         """Undo one `enter`."""

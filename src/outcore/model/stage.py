@@ -47,6 +47,9 @@ class Stage(Protocol):
     def synchronize(self) -> None:
         """Wait until all gradients have arrived on the host."""
 
+    def occupy(self, nbytes: int) -> None:
+        """Count bytes beside parameters that stay where the device computes (buffers)."""
+
     def shut(self) -> None:
         """Give everything back."""
 
@@ -59,6 +62,7 @@ class HostStage:
         self._pool = pool
         self._gradients = gradients
         self._guards: dict[Unit, Guard] = {}
+        self._occupied = 0
         self._flats = {
             store: span.tensor[: store.run.numel * store.run.dtype.itemsize].view(store.run.dtype)
             for store, span in spans.items()
@@ -86,10 +90,16 @@ class HostStage:
     def synchronize(self) -> None:
         pass
 
+    def occupy(self, nbytes: int) -> None:
+        self._pool.borrow(nbytes)
+        self._occupied += nbytes
+
     def shut(self) -> None:
         for guard in self._guards.values():
             guard.close()
         self._guards.clear()
+        self._pool.repay(self._occupied)
+        self._occupied = 0
 
 
 def view(flat: torch.Tensor, binding: Binding) -> torch.Tensor:

@@ -26,7 +26,7 @@ class Binding:
     parameter: nn.Parameter
     store: RunStore
     slot: Slot
-    resting: torch.Tensor
+    resting: torch.Tensor = field(init=False)
 
 
 @dataclass(eq=False)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from outcore.chunks.chunk import Chunk
+from outcore.chunks.layout import Run
 from outcore.errors import BudgetError
 from outcore.memory.sizes import format_size
 from outcore.model.unit import Unit
@@ -23,20 +24,26 @@ class Needs:
         working: the most that must be on the host at one moment.
         total: everything that must be somewhere between two uses.
         largest: the name of the unit or chunk that asks for ``working``.
+        device: the most that must be on an accelerator at one moment: the units of one call, and the
+            gradients of a run. Nothing where the host computes.
     """
 
     working: int
     total: int
     largest: str
+    device: int
 
 
 def needs(units: Sequence[Unit], points: Sequence[Point]) -> Needs:
     """What a training step (or an inference, if nothing is trained) needs for chunks."""
     around = [p for p in points if any(q is not p and _inside(q, p) for q in points)]
     base = {units[i] for p in around for i in p.units}
-    working, largest = 0, ""
+    working, largest, device = 0, "", 0
     for point in points:
         opened = {units[i] for i in point.units} | base
+        frames = sum(run_bytes(s.run) for u in opened for s in u.stores)
+        runs = [run_bytes(s.run) for u in opened for s in u.stores if s.run.trained]
+        device = max(device, frames + max(runs, default=0))
         nbytes = sum(u.nbytes for u in opened) + max((_gradient(u) for u in opened), default=0)
         if nbytes > working:
             working, largest = nbytes, point.name
@@ -49,19 +56,28 @@ def needs(units: Sequence[Unit], points: Sequence[Point]) -> Needs:
         for unit in units
         for store in unit.stores
     )
-    return Needs(working, total, largest)
+    return Needs(working, total, largest, device)
 
 
-def check(found: Needs, host: int, disk: int) -> None:
+def check(found: Needs, host: int, disk: int, device: int | None) -> None:
     """Refuse budgets that can't hold the chunks.
 
     Args:
         host: bytes of the host budget.
         disk: bytes of all disks together, 0 if there is none.
+        device: bytes of the device budget, ``None`` where the host computes.
 
     Raises:
         BudgetError: with the bytes that are needed and the smallest change that would do.
     """
+    if device is not None and found.device > device:
+        raise BudgetError(
+            "device",
+            found.device,
+            device,
+            f"the largest unit and its gradients must be there: give the device at least "
+            f"{format_size(found.device)} and room for activations, or name smaller units",
+        )
     if found.working > host:
         raise BudgetError(
             "host",
@@ -109,6 +125,11 @@ def _update(unit: Unit) -> int:
 
 def _bytes(chunks: Iterable[Chunk]) -> int:
     return sum(chunk.nbytes for chunk in chunks)
+
+
+def run_bytes(run: Run) -> int:
+    """Bytes of a run's parameters without padding to pages."""
+    return run.numel * run.dtype.itemsize
 
 
 def _inside(inner: Point, outer: Point) -> bool:
