@@ -11,10 +11,12 @@ import pytest
 import torch
 from exact.families import FAMILIES
 from exact.reference import Loop, Result, in_memory, offloaded
-from exact.shapes import SHAPES, Shape
+from exact.shapes import SHAPES, Shape, built
 from exact.test_matrix import adamw
 
 import outcore
+from outcore.chunks.pool import Access
+from outcore.engine import engine_of
 from outcore.errors import BudgetError
 from outcore.model.descent import Descent
 from outcore.model.device_stage import DeviceStage
@@ -96,7 +98,6 @@ def test_too_small_a_device_is_refused_before_the_first_step(
 WAITS = [
     (DeviceStage, "_await_fill"),
     (DeviceStage, "_await_use"),
-    (DeviceStage, "_await_lift"),
     (Descent, "_await_gradients"),
     (Descent, "_await_arrival"),
 ]
@@ -106,7 +107,10 @@ WAITS = [
 def test_no_wait_can_be_left_out(
     owner: type, wait: str, emu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mutation proof: without any one of the waits, a run with slow copies races or goes wrong."""
+    """Mutation proof: without any one of the waits, a run with slow copies races or goes wrong.
+
+    The fifth, `DeviceStage._await_lift`, has a test of its own below.
+    """
     shape, loop = SHAPES[0], Loop(steps=3, accumulate=2)
     expected = in_memory(shape, loop, adamw)
     emu.configure(h2d_gbps=0.02, d2h_gbps=0.05)
@@ -116,4 +120,41 @@ def test_no_wait_can_be_left_out(
     with pytest.raises((emu.RaceError, AssertionError, RuntimeError)):
         on_device(shape, loop, tmp_path, **slow).assert_equal(expected)
         emu.check()
+    emu.clear_races()
+
+
+@pytest.mark.parametrize("mutated", [False, True])
+def test_the_host_gets_a_chunk_back_after_its_copy(
+    mutated: bool, emu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the host writes once `synchronize` has returned never reaches the copy; without the wait it does."""
+    model = built(SHAPES[0])
+    emu.configure(h2d_gbps=0.002)
+    budget = outcore.Budget(device="8MiB", host="14MiB", disk=tmp_path)
+    outcore.offload(model, device="emu", budget=budget)
+    engine = engine_of(model)
+    unit = engine.units[1]
+    store = unit.stores[0]
+    with engine.pool.guard(store.parameters, Access.READ):
+        before = store.parameter(0).clone()
+    if mutated:
+        monkeypatch.setattr(DeviceStage, "_await_lift", lambda self, event: None)
+    engine.residency.enter(unit, "forward")
+    engine.stage.synchronize()
+
+    def overwrite_and_compare() -> None:
+        with engine.pool.guard(store.parameters, Access.WRITE), emu.host_watch():
+            store.parameter(0).zero_()
+        flat = engine.stage.views(unit)[0].new_empty(0)
+        flat.set_(engine.stage.views(unit)[0].untyped_storage(), 0, before.shape)
+        assert torch.equal(flat.cpu(), before)
+
+    if mutated:
+        with pytest.raises((emu.RaceError, AssertionError)):
+            overwrite_and_compare()
+    else:
+        overwrite_and_compare()
+    torch.accelerator.synchronize()
+    engine.residency.leave(unit)
+    outcore.release(model)
     emu.clear_races()
