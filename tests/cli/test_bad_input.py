@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from calling import TINY, outcore, text
+
 from outcore.cli.failures import code_of, message
 from outcore.cli.main import run
 from outcore.errors import BudgetError, DiskFullError, UsageError
@@ -75,7 +75,8 @@ def test_bad_input_to_train(folder: Path, arguments: tuple[str, ...], expected: 
     rest = [part for name, value in good.items() if name not in bad for part in (name, value)]
     result = outcore("train", *TINY, *rest, *bad)
     assert result.exit_code == 2, result.output
-    assert one_line(result.stderr) and expected in result.stderr
+    assert one_line(result.stderr)
+    assert expected in result.stderr
     assert tree(folder) == before
 
 
@@ -86,7 +87,8 @@ def test_an_unreadable_file_is_named(folder: Path) -> None:
         pytest.skip("the superuser reads every file")
     result = outcore("train", *TINY, "--data", path, "--log-dir", folder / "log")
     assert result.exit_code == 2
-    assert one_line(result.stderr) and "Permission denied" in result.stderr
+    assert one_line(result.stderr)
+    assert "Permission denied" in result.stderr
 
 
 def test_a_disk_that_fills_up_ends_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +100,8 @@ def test_a_disk_that_fills_up_ends_the_run(folder: Path, monkeypatch: pytest.Mon
     arguments = ("--data", folder / "words.txt", "--disk", folder, "--log-dir", folder / "log")
     result = outcore("train", *TINY, *arguments, "--host-memory", "5MiB")
     assert result.exit_code == 1, result.output
-    assert one_line(result.stderr) and "the disk" in result.stderr
+    assert one_line(result.stderr)
+    assert "the disk" in result.stderr
     assert tree(folder) == before
 
 
@@ -116,11 +119,14 @@ def test_a_disk_that_fills_up_ends_the_run(folder: Path, monkeypatch: pytest.Mon
 def test_bad_input_to_generate(arguments: tuple[str, ...], expected: str) -> None:
     result = outcore("generate", *arguments)
     assert result.exit_code == 2
-    assert one_line(result.stderr) and expected in result.stderr
+    assert one_line(result.stderr)
+    assert expected in result.stderr
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize("arguments", [["train", "--bogus"], ["train", "--steps", "many"], ["generate"], ["fly"]])
+@pytest.mark.parametrize(
+    "arguments", [["train", "--bogus"], ["train", "--steps", "many"], ["generate"], ["fly"]]
+)
 def test_what_the_parser_refuses_is_one_line_too(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,7 +166,8 @@ def test_the_installed_command(folder: Path) -> None:
     command = [sys.executable, "-c", "from outcore.cli.main import run; run()", "train", "--model", "gpt5"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
     assert done.returncode == 2
-    assert one_line(done.stderr) and "unknown model" in done.stderr
+    assert one_line(done.stderr)
+    assert "unknown model" in done.stderr
     assert not (folder / "runs").exists()
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from calling import text
+
 from outcore.cli.batches import Batches
 from outcore.cli.files import PIECE, Texts
 from outcore.cli.tokens import Trained, token_file

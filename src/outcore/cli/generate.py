@@ -79,8 +79,7 @@ def _run(
         show_plan(make_console(stderr=True), lines)
         torch.manual_seed(seed)
         how = {"do_sample": True, "temperature": temperature} if temperature > 0 else _GREEDY
-        with torch.inference_mode():
-            out = built.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **how)
+        out = built.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **how)
     finally:
         outcore.release(built.model)
     return str(built.tokenizer.decode(out[0], skip_special_tokens=True))
