@@ -89,9 +89,7 @@ class Engine:
         self.pipeline = (
             None
             if self.rule is None
-            else Pipeline(
-                self.rule, stores, self.gradients, self.pool, self.clock, self.ledger, workers()
-            )
+            else Pipeline(self.rule, stores, self.gradients, self.pool, self.clock, self.ledger, workers())
         )
         self._resting: dict[int, str] = {}
         self._activations = activations
@@ -117,7 +115,7 @@ class Engine:
                     assert self.rule is not None
                     types = self.rule.planes(run.dtype, master_kind(self.rule, run.dtype))
                     planes = tuple((plane.name, plane.dtype) for plane in types)
-                store = build(plan.name, run, planes, site.place(run), site.working())
+                store = build(plan.name, run, planes, site.span(run), site.working())
                 site.settle(run, store)
                 stores.append(store)
                 for slot in run.slots:
@@ -168,9 +166,7 @@ class Engine:
             if recomputes and point.block and not recomputes_itself(point.module):
                 self._undo.append(recompute(point.module))
         self._undo.append(
-            Laps(
-                model, self.stage.device, self.precision.dtype, self.clock, self.gauge, self.backward
-            ).remove
+            Laps(model, self.stage.device, self.precision.dtype, self.clock, self.gauge, self.backward).remove
         )
         for unit in self.units:
             for binding in unit.bindings:
@@ -281,7 +277,8 @@ def offload(
 
     Args:
         model: any module. Parameters on ``meta`` are initialised, or loaded from ``weights``, unit by unit.
-        optimizer: one of outcore's, made from the model's parameters. Without one, parameters are streamed for inference.
+        optimizer: one of outcore's, made from the model's parameters. Without one, parameters are streamed for
+            inference.
         budget: bytes per tier. By default what the machine leaves free, and no disk.
         precision: the dtype to compute in; bf16 with fp32 masters by default.
         activations: whether blocks keep or recompute what backward needs.

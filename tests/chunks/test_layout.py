@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -52,7 +53,7 @@ def test_cuts_fall_on_blocks_and_slots_are_aligned(given_entries: list[Entry], c
         ends = [run.extent(k) for k in range(run.chunks)]
         assert ends[0][0] == 0
         assert ends[-1][1] == run.numel
-        assert all(a[1] == b[0] for a, b in zip(ends, ends[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(ends))
 
 
 @given(entries(), st.integers(1, 3 * BLOCK), st.integers(1, 3 * BLOCK))

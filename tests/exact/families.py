@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 import transformers as hf
-from exact.shapes import Batch, Shape
 from torch import nn
+
+from exact.shapes import Batch, Shape
 
 VOCABULARY, LENGTH = 211, 24
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from exact.shapes import Batch, Shape, built
 from torch import nn
 
 import outcore
+from exact.shapes import Batch, Shape, built
 from outcore.optim.local import LocalBackend
 from outcore.optim.optimizer import Optimizer
 from outcore.optim.pipeline import Due

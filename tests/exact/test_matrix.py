@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+
+import outcore
 from exact.families import FAMILIES
 from exact.reference import Loop, in_memory, offloaded
 from exact.shapes import SHAPES, Shape, built
-
-import outcore
 
 ALL = pytest.mark.parametrize("shape", SHAPES + FAMILIES, ids=lambda shape: shape.name)
 

@@ -78,10 +78,8 @@ def test_a_repeated_order_is_foretold_exactly(orders: list[list[int]]) -> None:
             play(schedule, f"lap {number}", order, pages)
     flat = [i for order in orders for i in order] * 2
     schedule.begin("lap 0")
-    position = 0
-    for i in orders[0]:
+    for position, i in enumerate(orders[0], start=1):
         schedule.advance(i, (pages[i],))
-        position += 1
         for c in range(8):
             if c in flat[position:] and len(orders) <= Schedule.HORIZON:
                 assert schedule.next_use(pages[c]) == flat[position:].index(c) + 1

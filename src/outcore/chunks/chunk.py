@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from outcore.memory.disk import Extent
-from outcore.memory.host import Region
+from outcore.memory.place import Place
 
 
 class Kind(Enum):
@@ -62,12 +62,12 @@ class Chunk:
     Attributes:
         kind: what the bytes mean.
         name: for messages, e.g. ``"transformer.h.3 parameters 1/2"``.
-        region: the chunk's pages; `Region.release` gives their bytes back.
+        region: the chunk's pages; `Place.release` gives their bytes back.
     """
 
     kind: Kind
     name: str
-    region: Region
+    region: Place
     residence: Residence = Residence.EMPTY
     extent: Extent | None = None
     pins: int = 0

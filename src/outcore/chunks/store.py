@@ -13,13 +13,14 @@ import torch
 
 from outcore.chunks.chunk import Chunk, Kind
 from outcore.chunks.layout import Run
-from outcore.memory.host import PAGE, Region, reserve
+from outcore.memory.host import PAGE, reserve
+from outcore.memory.place import Place
 
 PlaneType = tuple[str, torch.dtype]
 """Name and dtype of one plane of a state chunk."""
 
-Reserve = Callable[[int], Region]
-"""Makes a region of so many bytes."""
+Reserve = Callable[[int], Place]
+"""Makes a place of so many bytes."""
 
 
 @dataclass(eq=False)
@@ -70,23 +71,23 @@ class RunStore:
         return self.parameters + self.gradients + self.totals + self.states
 
 
-def typed(region: Region, dtype: torch.dtype, elements: int) -> torch.Tensor:
+def typed(region: Place, dtype: torch.dtype, elements: int) -> torch.Tensor:
     """The first ``elements`` of a region as a tensor."""
     return region.tensor[: elements * dtype.itemsize].view(dtype)
 
 
-Place = Callable[[int, int], Region]
-"""Gives the region for the bytes [offset, offset + nbytes) of a run's parameters."""
+Span = Callable[[int, int], Place]
+"""Gives the place of the bytes [offset, offset + nbytes) of a run's parameters."""
 
 
-def build(name: str, run: Run, planes: Sequence[PlaneType], place: Place, working: Reserve) -> RunStore:
+def build(name: str, run: Run, planes: Sequence[PlaneType], span: Span, working: Reserve) -> RunStore:
     """Make the chunks of a run.
 
     Args:
         name: for messages.
         run: the layout.
         planes: the planes of the optimizer's state for this run; none for a run that is not trained.
-        place: gives the region of each parameter chunk. Where computing happens on the host these are
+        span: gives the place of each parameter chunk. Where computing happens on the host these are
             neighbours in memory, so that the whole run is one tensor.
         working: makes the regions of gradient chunks (which may have to be reachable by an accelerator).
     """
@@ -100,7 +101,7 @@ def build(name: str, run: Run, planes: Sequence[PlaneType], place: Place, workin
         Chunk(
             Kind.PARAMETER,
             label(Kind.PARAMETER, k),
-            place(start * run.dtype.itemsize, pages((stop - start) * run.dtype.itemsize)),
+            span(start * run.dtype.itemsize, pages((stop - start) * run.dtype.itemsize)),
         )
         for k, (start, stop) in enumerate(pieces)
     )

@@ -19,6 +19,6 @@ def give_back() -> None:
 @functools.cache
 def _trim() -> Callable[[int], int]:
     try:
-        return ctypes.CDLL(None).malloc_trim  # type: ignore[no-any-return]
+        return ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError):
         return lambda pad: 0

@@ -95,7 +95,7 @@ class PinnedRegion:
         """The bytes as something to read into; not cleared after a release."""
         if self._bytes is None:
             self._bytes = self._memory.take(self.nbytes)
-        return memoryview(self._bytes.numpy())
+        return memoryview(self._bytes.numpy())  # type: ignore[arg-type]  # arrays have a buffer
 
     def release(self) -> None:
         """Give the bytes back."""

@@ -3,8 +3,8 @@
 [Note: Streams]
 Three streams: compute, copies in, copies out. A parameter frame is allocated, filled and freed on the copy-in
 stream. The compute stream waits for the event after the fill; before the memory is freed the copy-in stream waits
-for an event of the compute stream after the last use. So whatever the copy-in stream writes next into that memory comes later
-than every kernel that read it. A gradient buffer belongs to the compute stream; the copy-out stream waits for the
+for an event of the compute stream after the last use. So whatever the copy-in stream writes next into that memory
+comes later than every kernel that read it. A gradient buffer belongs to the compute stream; the copy-out stream waits for the
 event after it is filled, and the host lets it go only when it has seen the event after the copy down.
 
 A frame's storage is resized to nothing and back, so that aliases saved by autograd follow it.

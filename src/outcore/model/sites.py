@@ -12,7 +12,7 @@ import torch
 
 from outcore.chunks.layout import Run
 from outcore.chunks.pool import Pool
-from outcore.chunks.store import Place, Reserve, RunStore, span_bytes
+from outcore.chunks.store import Reserve, RunStore, Span, span_bytes
 from outcore.memory.budget import Limits
 from outcore.memory.device import Streams
 from outcore.memory.host import Region, reserve
@@ -34,14 +34,14 @@ class Site(Protocol):
 
     device: torch.device
 
-    def place(self, run: Run) -> Place:
-        """Regions for the parameter chunks of a run."""
+    def span(self, run: Run) -> Span:
+        """Places for the parameter chunks of a run."""
 
     def working(self) -> Reserve:
-        """Regions for chunks that the device writes."""
+        """Places for chunks that the device writes."""
 
     def settle(self, run: Run, store: RunStore) -> None:
-        """The run that regions were last placed for became this store."""
+        """The run that a span was last asked for became this store."""
 
     def furnish(
         self, units: Sequence[Unit], pool: Pool, gradients: Gradients, clock: Clock, ledger: Ledger
@@ -61,7 +61,7 @@ class HostSite:
         self._span: Region | None = None
         self._spans: dict[RunStore, Region] = {}
 
-    def place(self, run: Run) -> Place:
+    def span(self, run: Run) -> Span:
         self._span = reserve(span_bytes(run))
         return self._span.slice
 
@@ -91,7 +91,7 @@ class DeviceSite:
         self._prefetch = prefetch
         self._pinned = PinnedMemory(limits.host)
 
-    def place(self, run: Run) -> Place:
+    def span(self, run: Run) -> Span:
         return lambda offset, nbytes: self._pinned.region(nbytes)
 
     def working(self) -> Reserve:

@@ -101,7 +101,7 @@ class MeteredGauge:
         self._largest = 0
         self._owner.hold_idle(self._roomy)
         self._meter = Meter(self._device, self._outside, self._grown)
-        self._meter.__enter__()
+        self._meter.__enter__()  # type: ignore[no-untyped-call]
 
     def _grown(self, live: int) -> None:
         """A new peak: make room for it and for one more allocation of its kind."""
@@ -129,7 +129,7 @@ class MeteredGauge:
 
     def end(self) -> None:
         if self._meter is not None and _get_current_dispatch_mode() is self._meter:
-            self._meter.__exit__(None, None, None)
+            self._meter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._known[self._key] = _Known(self._size, self._meter.peak)
             self._reserve(self._meter.live)
             self._meter = None
