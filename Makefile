@@ -11,17 +11,22 @@ INSTALL := $(PIP) install -c constraints.txt
 
 DEMO := build/demo
 DEMO_FLAGS := --model gpt2 --data stdlib --host-memory 1GiB --disk $(DEMO) --log-dir $(DEMO)/log \
-	--precision bf16 --activations recompute --clip 1.0
+	--precision bf16 --activations recompute --clip 1.0 --steps 30
 
 # Two workers of one thread each: two cores are then busy without being fought over.
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-long lint format clean
+.PHONY: demo picture test test-long lint format clean
 
 demo: $(VENV)/.run
 	@mkdir -p $(DEMO)
 	$(BIN)/outcore train $(DEMO_FLAGS)
+
+# The picture in the README, from a run of the demo.
+picture: $(VENV)/.run
+	@mkdir -p $(DEMO)
+	$(BIN)/python docs/images/make_demo_image.py $(DEMO_FLAGS)
 
 test: lint
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow"
