@@ -9,6 +9,7 @@ from typing import Any
 
 import outcore
 from outcore.errors import UsageError
+from outcore.integrations.presets import PRESETS
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Recipe:
 
     Attributes:
         make: from parameters and ``lr``.
-        fresh: learning rate for a new model.
+        fresh: learning rate for a new model of the smallest size.
         tuned: learning rate for a model that has its weights.
     """
 
@@ -45,6 +46,13 @@ def recipe(name: str) -> Recipe:
         return RECIPES[name.lower()]
     except KeyError:
         raise UsageError(f"unknown optimizer {name!r}; choose from {', '.join(RECIPES)}") from None
+
+
+def learning_rate(found: Recipe, model: str, has_weights: bool) -> float:
+    """Where the learning rate begins if the user doesn't say: smaller for large models, and for trained ones."""
+    if has_weights or model not in PRESETS:
+        return found.tuned
+    return found.fresh * PRESETS[model].lr_scale
 
 
 def make(found: Recipe, parameters: Iterable[Any], lr: float) -> outcore.Optimizer:

@@ -83,8 +83,8 @@ def train(
     lr: Annotated[
         float | None,
         typer.Option(
-            help="Learning rate, constant. By default one that suits the optimizer: for adamw 6e-4 on a "
-            "preset and 5e-5 on a directory's weights."
+            help="Learning rate, constant. By default one that suits the optimizer: for adamw 6e-4 on "
+            "gpt2, down to 2e-4 on gpt2-1.3b, and 5e-5 on a directory's weights."
         ),
     ] = None,
     clip: Annotated[float, typer.Option(help="Largest norm of the gradient; 0 for no clipping.")] = 1.0,
@@ -132,7 +132,7 @@ def run(settings: Settings) -> None:
     import outcore
     from outcore.cli import loop
     from outcore.cli.plan import describe
-    from outcore.cli.recipes import make, recipe
+    from outcore.cli.recipes import learning_rate, make, recipe
     from outcore.integrations.transformers import build
     from outcore.memory.device import find
     from outcore.report.console import Progressed, make_console, show_end, show_plan
@@ -154,7 +154,7 @@ def run(settings: Settings) -> None:
             f"--seq-len is {settings.seq_len}, but {settings.model} has {built.positions} positions"
         )
     batches, trained, said = _batches(settings, built, texts, console)
-    lr = settings.lr or (found.fresh if built.weights is None else found.tuned)
+    lr = settings.lr or learning_rate(found, built.name, built.weights is not None)
     torch.manual_seed(settings.seed)
     optimizer = make(found, built.model.parameters(), lr)
     outcore.offload(
@@ -205,6 +205,7 @@ def _batches(
 ) -> tuple[Batches, Trained | None, str]:
     """The data, the tokenizer if one had to be trained, and what there is to say about them."""
     from outcore.cli.batches import Batches
+    from outcore.cli.heap import trim
     from outcore.cli.tokens import Given, Trained, token_file
 
     trained = None if built.tokenizer is not None else Trained(texts, built.vocabulary)
@@ -215,6 +216,7 @@ def _batches(
             built.vocabulary,
             lambda done: status.update(f"reading the data: {done:,} characters"),
         )
+    trim()
     batches = Batches(tokens, settings.seq_len, settings.batch_size, settings.seed)
     whose = "the model's tokenizer" if trained is None else f"a tokenizer of {trained.size:,} trained on it"
     skipped = f", {texts.skipped} files skipped that are not text" if texts.skipped else ""

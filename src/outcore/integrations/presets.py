@@ -20,6 +20,7 @@ class Preset:
         heads: attention heads.
         positions: the longest sequence.
         vocabulary: entries of the embedding.
+        lr_scale: of the learning rate, 1 for the smallest size (Brown et al. 2020, table 2.1).
     """
 
     layers: int
@@ -27,6 +28,7 @@ class Preset:
     heads: int
     positions: int = 1024
     vocabulary: int = 50257
+    lr_scale: float = 1.0
 
     def config(self) -> dict[str, Any]:
         """The arguments of ``transformers.GPT2Config``."""
@@ -46,10 +48,10 @@ class Preset:
 
 PRESETS = {
     "gpt2": Preset(12, 768, 12),
-    "gpt2-medium": Preset(24, 1024, 16),
-    "gpt2-large": Preset(36, 1280, 20),
-    "gpt2-xl": Preset(48, 1600, 25),
-    "gpt2-1.3b": Preset(24, 2048, 16),
+    "gpt2-medium": Preset(24, 1024, 16, lr_scale=1 / 2),
+    "gpt2-large": Preset(36, 1280, 20, lr_scale=5 / 12),
+    "gpt2-xl": Preset(48, 1600, 25, lr_scale=1 / 3),
+    "gpt2-1.3b": Preset(24, 2048, 16, lr_scale=1 / 3),
     "gpt2-tiny": Preset(2, 64, 4, positions=128, vocabulary=2048),
 }
 """The sizes that were published, the 1.3 billion parameters often trained on one GPU, and one for tests."""
