@@ -65,6 +65,8 @@ class Laps:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
+        if self._depth == 0 and not torch.is_grad_enabled():
+            self._gauge.end()  # no backward will come
 
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self._dtype if tensor.is_floating_point() else tensor.dtype

@@ -5,6 +5,13 @@ The peak of each kind of lap is measured the first time it runs (and again when 
 is measured, no chunk stays on the host longer than it is used (unless all of them take less than half the
 budget), and each allocation at once pushes out what it must; later laps of that kind set the measured
 peak aside before they begin.
+
+[Note: Whose turn it is]
+The meter is a dispatch mode, and those form a stack that Python code must leave in the order in which it
+entered. A lap may begin and end within a block of the user's that does the same (a mode of their own) or that
+puts back the thread's state as it was (``inference_mode``, a node of autograd). So the meter never enters
+above a foreign mode, leaves only from the top of the stack and in the mode of inference in which it entered,
+and counts as gone where somebody else took it down.
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from outcore.errors import BudgetError
 from outcore.memory.heap import give_back
@@ -83,6 +90,7 @@ class MeteredGauge:
         self._outside = outside
         self._known: dict[Hashable, _Known] = {}
         self._meter: Meter | None = None
+        self._inference = False
         self._key: Hashable = None
         self._size = 0
         self._reserved = 0
@@ -90,7 +98,7 @@ class MeteredGauge:
 
     def begin(self, key: Hashable, size: int) -> None:
         self.end()
-        if self._meter is not None:  # a mode of the user's lies above it: go on measuring
+        if self._meter is not None:  # it can't end here: go on measuring
             return
         known = self._known.get(key)
         self._key, self._size = key, size
@@ -99,6 +107,10 @@ class MeteredGauge:
             return
         self._reserve(known.peak if known is not None else 0)
         self._largest = 0
+        modes = _get_current_dispatch_mode_stack()
+        if modes and not isinstance(modes[-1], Meter):
+            return
+        self._inference = torch.is_inference_mode_enabled()
         self._owner.hold_idle(self._roomy)
         self._meter = Meter(self._device, self._outside, self._grown)
         self._meter.__enter__()  # type: ignore[no-untyped-call]
@@ -128,14 +140,22 @@ class MeteredGauge:
             self._owner.reserve(nbytes)
 
     def end(self) -> None:
-        if self._meter is not None and _get_current_dispatch_mode() is self._meter:
+        if self._key is None and self._meter is None:
+            return
+        modes = _get_current_dispatch_mode_stack()
+        if self._meter is None:
+            self._reserve(0)
+            self._key = None
+        elif self._meter not in modes:  # taken down by whoever put an older state of the thread back
+            self._over(self._meter)
+        elif self._meter is modes[-1] and self._inference == torch.is_inference_mode_enabled():
             self._meter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._known[self._key] = _Known(self._size, self._meter.peak)
-            self._reserve(self._meter.live)
-            self._meter = None
-            self._owner.hold_idle(True)
-        elif self._meter is None:
-            self._reserve(0)
+            self._over(self._meter)
         if not self._roomy and self._tier == "host":
             give_back()
-        self._key = None
+
+    def _over(self, meter: Meter) -> None:
+        self._reserve(meter.live)
+        self._meter, self._key = None, None
+        self._owner.hold_idle(True)
