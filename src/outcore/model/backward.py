@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.autograd import Variable
 
+from outcore.errors import StateError
 from outcore.model.graph import last_nodes, own_outputs
 from outcore.model.residency import Residency
 from outcore.model.unit import Unit
@@ -74,6 +75,11 @@ class BackwardPass:
     # -- events -----------------------------------------------------------------------------------
 
     def _enter(self, call: Call) -> None:
+        if torch.is_grad_enabled():
+            raise StateError(
+                "backward with create_graph=True isn't possible on an offloaded model: the graph it makes would read "
+                "parameters that have left by then"
+            )
         self._start()
         if call.open:
             return
