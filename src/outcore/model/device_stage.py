@@ -4,8 +4,8 @@
 Three streams: compute, copies in, copies out. A parameter frame is allocated, filled and freed on the copy-in
 stream. The compute stream waits for the event after the fill; before the memory is freed the copy-in stream waits
 for an event of the compute stream after the last use. So whatever the copy-in stream writes next into that memory
-comes later than every kernel that read it. A gradient buffer belongs to the compute stream; the copy-out stream waits for the
-event after it is filled, and the host lets it go only when it has seen the event after the copy down.
+comes later than every kernel that read it. A gradient buffer belongs to the compute stream; the copy-out stream waits
+for the event after it is filled, and the host lets it go only when it has seen the event after the copy down.
 
 A frame's storage is resized to nothing and back, so that aliases saved by autograd follow it.
 """
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from outcore.chunks.pool import Access, Guard, Pool
+from outcore.chunks.store import RunStore
 from outcore.errors import BudgetError
 from outcore.memory.device import Streams
 from outcore.memory.ledger import Ledger
@@ -175,6 +176,10 @@ class DeviceStage:
         if self._frames[unit].here and any(store.run.trained for store in unit.stores):
             self._free(unit)
 
+    def replaced(self, unit: Unit) -> None:
+        if self._frames[unit].here:
+            self._free(unit)
+
     def _lift(self, unit: Unit) -> None:
         """Copy a unit's parameters to the device, chunk by chunk, on the copy-in stream."""
         frame = self._frames[unit]
@@ -229,9 +234,16 @@ class DeviceStage:
                 continue
             if not all(self._pool.is_on_host(chunk) for chunk in unit.parameter_chunks):
                 return
-            if not self._try_room(unit_bytes(unit), distance):
+            if not self._try_room(unit_bytes(unit) + self._gradient_room(key[0], unit), distance):
                 return
             self._lift(unit)
+
+    def _gradient_room(self, phase: str, unit: Unit) -> int:
+        """Bytes that gradients will take beside a unit lifted ahead, so that they don't push it out again."""
+        if phase != "backward":
+            return 0
+        largest = max((store_bytes(s) for s in unit.stores if s.run.trained), default=0)
+        return max(0, largest - self._descent.held)
 
     # -- the waits, one by one --------------------------------------------------------------------
 
@@ -255,7 +267,7 @@ class DeviceStage:
 
     def collect(self, unit: Unit, binding: Binding, gradient: torch.Tensor) -> None:
         if not self._descent.has_buffer(binding.store):
-            self._make_room(binding.store.run.numel * binding.store.run.dtype.itemsize)
+            self._make_room(store_bytes(binding.store))
         self._descent.collect(binding, gradient)
 
     def gradients_complete(self, unit: Unit) -> None:
@@ -282,4 +294,9 @@ class DeviceStage:
 
 def unit_bytes(unit: Unit) -> int:
     """Bytes of a unit's frame: its parameters without padding to pages."""
-    return sum(store.run.numel * store.run.dtype.itemsize for store in unit.stores)
+    return sum(store_bytes(store) for store in unit.stores)
+
+
+def store_bytes(store: RunStore) -> int:
+    """Bytes of a run on the device."""
+    return store.run.numel * store.run.dtype.itemsize

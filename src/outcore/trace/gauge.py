@@ -38,6 +38,10 @@ class Gauge(Protocol):
     def end(self) -> None:
         """The lap is over, whether or not it was completed."""
 
+    @property
+    def largest(self) -> int:
+        """The most bytes that any kind of lap took so far."""
+
 
 @dataclass
 class _Known:
@@ -95,6 +99,11 @@ class MeteredGauge:
         self._size = 0
         self._reserved = 0
         self._largest = 0
+
+    @property
+    def largest(self) -> int:
+        """The highest peak of any kind of lap measured so far, in bytes."""
+        return max((known.peak for known in self._known.values()), default=0)
 
     def begin(self, key: Hashable, size: int) -> None:
         self.end()
