@@ -61,6 +61,12 @@ class BackwardPass:
         """Whether autograd is in the middle of a pass (and not left behind by one that raised)."""
         return self._started and torch._C._current_graph_task_id() != -1
 
+    def abandon_calls(self) -> None:
+        """No forward runs: what one that ended without its hooks left open is closed."""
+        while self.calls:
+            for unit in self.calls.pop().units:
+                self._residency.leave(unit)
+
     # -- watching ---------------------------------------------------------------------------------
 
     def watch(self, call: Call, outputs: list[torch.Tensor]) -> None:

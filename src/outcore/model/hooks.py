@@ -44,6 +44,8 @@ class PointHooks:
             handle.remove()
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._backward.calls:
+            self._calls.clear()  # of forwards that were abandoned
         entered = []
         try:
             for unit in self._units:
@@ -62,8 +64,8 @@ class PointHooks:
     def _post_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        call = self._calls.pop()
-        if call is None:
+        call = self._calls.pop() if self._calls else None
+        if call is None:  # torch calls this, too, when a pre-hook before ours raised
             return
         self._backward.calls.remove(call)
         for unit in self._units:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ class Laps:
         self._gauge = gauge
         self._backward = backward
         self._depth = 0
+        self._outermost: FrameType | None = None
         self._handles = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._leave, always_call=True),
@@ -47,6 +50,9 @@ class Laps:
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self._is_running():
+            self._depth, self._outermost = 0, sys._getframe(1)
+            self._backward.abandon_calls()
         self._depth += 1
         if self._depth == 1 and not self._backward.running:
             size = sum(tensor.numel() for tensor in tensors_of((args, kwargs)))
@@ -64,9 +70,18 @@ class Laps:
         return change_tensors(args, place), change_tensors(kwargs, place)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0 and not torch.is_grad_enabled():
-            self._gauge.end()  # no backward will come
+        self._depth = max(0, self._depth - 1)  # torch calls this, too, when a pre-hook before ours raised
+        if self._depth == 0:
+            self._outermost = None
+            if not torch.is_grad_enabled():
+                self._gauge.end()  # no backward will come
+
+    def _is_running(self) -> bool:
+        """Whether the outermost forward still runs: one that Ctrl-C ended leaves without calling any hook."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame is not self._outermost:
+            frame = frame.f_back
+        return frame is not None
 
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
