@@ -16,6 +16,8 @@
 
 from __future__ import annotations
 
+from outcore.checkpoint.load import load
+from outcore.checkpoint.save import save
 from outcore.engine import gather, offload, release, snapshot, weights
 from outcore.memory.budget import Budget
 from outcore.memory.ledger import Snapshot
@@ -39,8 +41,10 @@ __all__ = [
     "Precision",
     "Snapshot",
     "gather",
+    "load",
     "offload",
     "release",
+    "save",
     "snapshot",
     "weights",
 ]

@@ -42,7 +42,8 @@ from outcore.planning.minimum import check, needs
 from outcore.trace.clock import Clock
 from outcore.trace.schedule import Schedule
 
-_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+"""The model's hooks own the engine, so that a model that is dropped takes files and threads with it."""
 
 
 class Engine:
@@ -242,6 +243,12 @@ class Engine:
                     return weights_of.moments(binding, self.pool, self.rule)
         raise KeyError(index)
 
+    def begin_restore(self) -> None:
+        """All parameters and states are about to be replaced: drop what was derived from the old ones."""
+        self.clear()
+        for unit in self.units:
+            self.stage.replaced(unit)
+
     # -- reading and the end ----------------------------------------------------------------------
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -329,7 +336,7 @@ def offload(
     except BaseException:
         engine.shut()
         raise
-    _engines[model] = engine
+    _engines[model] = weakref.ref(engine)
     return model
 
 
@@ -339,10 +346,11 @@ def engine_of(model: nn.Module) -> Engine:
     Raises:
         StateError: the model is not offloaded.
     """
-    try:
-        return _engines[model]
-    except KeyError:
-        raise StateError("this model is not offloaded: call outcore.offload(model, ...) first") from None
+    reference = _engines.get(model)
+    engine = None if reference is None else reference()
+    if engine is None:
+        raise StateError("this model is not offloaded: call outcore.offload(model, ...) first")
+    return engine
 
 
 def weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -379,6 +387,7 @@ def snapshot(model: nn.Module) -> Snapshot:
 
 def release(model: nn.Module) -> None:
     """Close files and threads and give all memory back. The model's parameters have no values afterwards."""
-    engine = _engines.pop(model, None)
+    reference = _engines.pop(model, None)
+    engine = None if reference is None else reference()
     if engine is not None:
         engine.shut()

@@ -12,6 +12,7 @@
     │   ├── DiskReadError            a read failed or came back short
     │   ├── DiskWriteError           a write failed or was cut short
     │   ├── CorruptionError          bytes read back are not the bytes that were written
+    │   ├── CheckpointError          a checkpoint is incomplete, damaged, or not of this run
     │   └── DeviceError              an accelerator refused an allocation or a copy
     ├── StateError (RuntimeError)    calls in an order that has no meaning, e.g. step() inside forward
     └── NonFiniteError (ArithmeticError)   a loss or gradient is inf or NaN where that was forbidden
@@ -76,6 +77,10 @@ class DiskWriteError(TierError):
 
 class CorruptionError(TierError):
     """Bytes read back are not the bytes that were written."""
+
+
+class CheckpointError(TierError):
+    """A checkpoint is incomplete, damaged, or not of this run."""
 
 
 class DeviceError(TierError):

@@ -38,6 +38,9 @@ class Stage(Protocol):
     def stale(self, unit: Unit) -> None:
         """The unit's parameters changed on the host: copies elsewhere are worth nothing now."""
 
+    def replaced(self, unit: Unit) -> None:
+        """All of the unit's parameters are about to change on the host, frozen ones too."""
+
     def collect(self, unit: Unit, binding: Binding, gradient: torch.Tensor) -> None:
         """Take over a parameter's gradient."""
 
@@ -78,6 +81,9 @@ class HostStage:
         self._guards.pop(unit).close()
 
     def stale(self, unit: Unit) -> None:
+        pass
+
+    def replaced(self, unit: Unit) -> None:
         pass
 
     def collect(self, unit: Unit, binding: Binding, gradient: torch.Tensor) -> None:

@@ -32,12 +32,30 @@ class Foreign(Optimizer):
     """
 
     def __init__(self, kind: type[torch.optim.Optimizer], params: Params, **settings: Any) -> None:
-        rule = ForeignRule(kind, settings)
-        super().__init__(params, rule.defaults, rule)
+        self._foreign = ForeignRule(kind, settings)
+        super().__init__(params, self._foreign.defaults, self._foreign)
+
+    @property
+    def kind(self) -> type[torch.optim.Optimizer]:
+        """The class that is run."""
+        return self._foreign.kind
+
+    def unstreamed(self) -> Mapping[int, Mapping[str, Any]]:
+        return self._foreign.rest
+
+    def resume(
+        self, steps: Mapping[int, int], unstreamed: Mapping[int, Mapping[str, Any]], skipped_steps: int
+    ) -> None:
+        super().resume(steps, unstreamed, skipped_steps)
+        self._foreign.rest = {index: dict(rest) for index, rest in unstreamed.items()}
 
 
 class ForeignRule:
-    """An `outcore.optim.kernels.Rule` around an optimizer class."""
+    """An `outcore.optim.kernels.Rule` around an optimizer class.
+
+    Attributes:
+        rest: parameter number to what the class keeps of it that is not streamed.
+    """
 
     @property
     def can_split(self) -> bool:
@@ -48,9 +66,9 @@ class ForeignRule:
         return True
 
     def __init__(self, kind: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> None:
-        self._kind = kind
+        self.kind = kind
         self._settings = dict(settings)
-        self._rest: dict[int, dict[str, Any]] = {}
+        self.rest: dict[int, dict[str, Any]] = {}
         self._streamed: tuple[str, ...] = ()
         self.defaults: dict[str, Any] = {}
         self._probe()
@@ -62,7 +80,7 @@ class ForeignRule:
         for shape in ((3, 5), (7,)):
             parameter = torch.nn.Parameter(torch.ones(shape))
             try:
-                optimizer = self._kind([parameter], **self._settings)
+                optimizer = self.kind([parameter], **self._settings)
                 parameter.grad = torch.ones(shape)
                 optimizer.step()
             except Exception as error:
@@ -74,7 +92,7 @@ class ForeignRule:
                     names[name] = None
         if not self.defaults:
             raise UsageError(
-                f"{self._kind.__name__} can't be run on one parameter at a time: {failure}"
+                f"{self.kind.__name__} can't be run on one parameter at a time: {failure}"
             ) from failure
         self._streamed = tuple(names)
 
@@ -123,11 +141,11 @@ class ForeignRule:
         master, streamed, shape = self._master(param, planes), self._moments(planes), slot.shape
         whole = torch.nn.Parameter(master.view(shape))
         whole.grad = transform.apply(grad).view(shape)
-        optimizer = self._kind([whole], **self._settings)
+        optimizer = self.kind([whole], **self._settings)
         optimizer.param_groups[0].update(hyper)
-        if slot.index in self._rest:
+        if slot.index in self.rest:
             state = optimizer.state[whole]
-            state.update(self._rest[slot.index])
+            state.update(self.rest[slot.index])
             state.update({name: plane.view(shape) for name, plane in streamed.items() if name not in state})
         optimizer.step()
         rest = {}
@@ -137,6 +155,6 @@ class ForeignRule:
                     streamed[name].copy_(value.reshape(-1))
             else:
                 rest[name] = value
-        self._rest[slot.index] = rest
+        self.rest[slot.index] = rest
         if master is not param:
             param.copy_(master)

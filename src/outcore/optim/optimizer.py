@@ -193,6 +193,25 @@ class Optimizer(torch.optim.Optimizer):
         self._transform = GradTransform()
         self._work().clear()
 
+    # -- what a checkpoint keeps beside moments and hyperparameters ---------------------------------
+
+    @property
+    def steps(self) -> dict[int, int]:
+        """Parameter number to the number of steps it took; those that took one."""
+        return dict(self._steps)
+
+    def unstreamed(self) -> Mapping[int, Mapping[str, Any]]:
+        """Parameter number to what is kept of it beside its moments. Nothing, but for foreign optimizers."""
+        return {}
+
+    def resume(
+        self, steps: Mapping[int, int], unstreamed: Mapping[int, Mapping[str, Any]], skipped_steps: int
+    ) -> None:
+        """Go on from where another run was: the counterpart of `steps` and `unstreamed`."""
+        self._steps = dict(steps)
+        self.skipped_steps = skipped_steps
+        self._transform = GradTransform()
+
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,150 @@
+"""Reading a checkpoint: nothing is believed before it was checked, and nothing is unpickled."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import xxhash
+
+from outcore.checkpoint import files as seam
+from outcore.checkpoint.files import Files, read_all, reading
+from outcore.checkpoint.manifest import LIMIT, NAME, Manifest, parse
+from outcore.checkpoint.pieces import Piece, digest, raw
+from outcore.checkpoint.writer import TEMPORARY
+from outcore.errors import CheckpointError
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The checked manifest of a committed checkpoint.
+
+    Raises:
+        CheckpointError: there is none, it was never committed, or it is damaged.
+        DiskReadError: the system refused.
+    """
+    if path.name.startswith(TEMPORARY):
+        raise CheckpointError(f"{path} was never committed: it is what an interrupted save left")
+    files, place = seam.SYSTEM, path / NAME
+    with reading(place):
+        fd = files.open(place)
+    try:
+        with reading(place):
+            size = files.size(fd)
+        if size > LIMIT:
+            raise CheckpointError(f"{place} has {size:,} bytes, and no manifest has more than {LIMIT:,}")
+        data = bytearray(size)
+        read_all(files, fd, memoryview(data), 0, place)
+    finally:
+        files.close(fd)
+    try:
+        return parse(bytes(data))
+    except CheckpointError as error:
+        raise CheckpointError(f"{place}: {error}") from None
+
+
+class Source:
+    """Reads one tensor from its first element to its last, and then compares the digest."""
+
+    def __init__(self, files: Files, fd: int, path: Path, piece: Piece) -> None:
+        self._files = files
+        self._fd = fd
+        self._path = path
+        self._piece = piece
+        self._done = 0
+        self._hash = xxhash.xxh3_128()
+
+    def read(self, count: int) -> torch.Tensor:
+        """The next elements, flat.
+
+        Raises:
+            CheckpointError: the tensor has ended now and its digest is another, or the file is cut short.
+            DiskReadError: the system refused.
+        """
+        tensor = torch.empty(count, dtype=self._piece.dtype)
+        view = raw(tensor)
+        read_all(self._files, self._fd, view, self._piece.start + self._done, self._path)
+        self._hash.update(view)
+        self._done += len(view)
+        if self._done == self._piece.nbytes and self._hash.hexdigest() != self._piece.digest:
+            raise CheckpointError(
+                f"{self._path} is damaged: the bytes of {self._piece.key} have another digest than when they "
+                "were saved"
+            )
+        return tensor
+
+    def whole(self) -> torch.Tensor:
+        """The tensor in its shape."""
+        if not self._piece.nbytes:
+            return torch.empty(self._piece.shape, dtype=self._piece.dtype)
+        count = self._piece.nbytes // self._piece.dtype.itemsize
+        return self.read(count).view(self._piece.shape)
+
+
+class Reader:
+    """The open files of a checkpoint, all of them present, of the right length and with intact headers."""
+
+    def __init__(self, files: Files, path: Path, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._files = files
+        self._path = path
+        self._open: dict[str, int] = {}
+
+    def check(self) -> None:
+        """Open everything.
+
+        Raises:
+            CheckpointError: a file is missing, has another length, or a damaged header.
+            DiskReadError: the system refused.
+        """
+        for name, stored in self.manifest.files.items():
+            place = self._path / name
+            with reading(place):
+                fd = self._files.open(place)
+                self._open[name] = fd
+                size = self._files.size(fd)
+            if size != stored.nbytes:
+                raise CheckpointError(f"{place} has {size:,} bytes and should have {stored.nbytes:,}")
+            header = bytearray(stored.header)
+            read_all(self._files, fd, memoryview(header), 0, place)
+            if digest(bytes(header)) != stored.digest:
+                raise CheckpointError(f"{place} is damaged: its header is not the one that was saved")
+
+    def source(self, piece: Piece) -> Source:
+        """Where a tensor is read."""
+        return Source(self._files, self._open[piece.file], self._path / piece.file, piece)
+
+    def close(self) -> None:
+        while self._open:
+            with contextlib.suppress(OSError):
+                self._files.close(self._open.popitem()[1])
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Reader]:
+    """A committed checkpoint whose manifest and files were checked, short of the tensors' bytes."""
+    reader = Reader(seam.SYSTEM, path, read_manifest(path))
+    try:
+        reader.check()
+        yield reader
+    finally:
+        reader.close()
+
+
+def verify(path: Path) -> Manifest:
+    """Read all of a checkpoint and compare every digest.
+
+    Raises:
+        CheckpointError: something is missing or damaged.
+        DiskReadError: the system refused.
+    """
+    with opened(path) as reader:
+        for piece in reader.manifest.pieces():
+            source, left = reader.source(piece), piece.nbytes // piece.dtype.itemsize
+            while left:
+                count = min(left, 1 << 20)
+                source.read(count)
+                left -= count
+        return reader.manifest

@@ -1,0 +1,141 @@
+"""Saving: everything a run needs to go on as if it had never stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.checkpoint import rng, states
+from outcore.checkpoint.manifest import (
+    Manifest,
+    StoredGroup,
+    StoredOptimizer,
+    StoredParameter,
+    StoredScale,
+)
+from outcore.checkpoint.model import engine_between_steps, kind_of, names_by_number, persistent_buffers
+from outcore.checkpoint.pieces import Layout, Piece, raw
+from outcore.checkpoint.values import Put, encode
+from outcore.checkpoint.writer import Writer, committed
+from outcore.engine import Engine
+from outcore.errors import StateError
+from outcore.optim.optimizer import Optimizer
+
+
+def save(
+    path: str | PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Any = None,
+) -> None:
+    """Save an offloaded model, between two steps.
+
+    The checkpoint holds parameters (in full precision), buffers, moments, step counts, hyperparameters, the
+    loss scale, random number states and ``extra``, and nothing of where they were: it loads under any budget,
+    tier split, chunk size and precision. It is written beside ``path`` and appears there whole or not
+    at all. Chunks are streamed: staging takes at most 2 MiB with Adam, and no more for a larger model.
+
+    Args:
+        path: the checkpoint's own directory, e.g. ``runs/a/step-100``. Missing parents are made.
+        model: offloaded.
+        optimizer: the one it was offloaded with. Without it the parameters and buffers alone are kept.
+        extra: what else the run needs (a scheduler's ``state_dict()``, the position in the data): numbers,
+            strings, booleans, ``None``, tensors, and lists, tuples and dicts of these.
+
+    Raises:
+        UsageError: ``path`` exists already, or ``extra`` holds something else.
+        StateError: the model is not offloaded, or gradients wait for a step.
+        DiskFullError, DiskWriteError: the system refused; there is nothing at ``path``, and training can go on.
+    """
+    engine = engine_between_steps(model, optimizer, open_ok=True)
+    engine.stage.synchronize()
+    if engine.present():
+        raise StateError("a checkpoint is saved between steps, and gradients are waiting: step() first")
+    target = Path(path).absolute()
+    held = engine.optimizer if optimizer is not None else None
+    layout = Layout()
+    kept: dict[str, torch.Tensor] = {}
+    state: dict[str, Piece] = {}
+
+    def put(tensor: torch.Tensor) -> str:
+        key = f"state.{len(kept)}"
+        value = tensor.detach().to("cpu").contiguous()
+        state[key] = layout.add("state", key, value.dtype, value.shape)
+        kept[key] = value
+        return key
+
+    parameters = _plan_parameters(engine, layout, held is not None)
+    buffers = {
+        name: layout.add("buffers", name, buffer.dtype, buffer.shape)
+        for name, buffer in persistent_buffers(model)
+    }
+    stored = None if held is None else _optimizer(engine, held, put)
+    random = encode(rng.capture(), put, "the random number states")
+    more = encode(extra, put, "extra")
+    planned = layout.seal()
+    with committed(target) as (files, folder):
+        writer = Writer(files, folder, planned)
+        try:
+            states.read(
+                engine,
+                {name: writer.cursor(p.value) for name, p in parameters.items()},
+                {
+                    name: {moment: writer.cursor(piece) for moment, piece in p.moments.items()}
+                    for name, p in parameters.items()
+                },
+            )
+            for name, buffer in persistent_buffers(model):
+                _write(writer, buffers[name], buffer.detach().to("cpu").contiguous())
+            for key, value in kept.items():
+                _write(writer, state[key], value)
+            writer.finish(Manifest(writer.stored(), parameters, buffers, state, stored, random, more))
+        finally:
+            writer.close()
+
+
+def _write(writer: Writer, piece: Piece, tensor: torch.Tensor) -> None:
+    if piece.nbytes:
+        writer.cursor(piece).write(raw(tensor))
+
+
+def _plan_parameters(engine: Engine, layout: Layout, with_moments: bool) -> Mapping[str, StoredParameter]:
+    found = {}
+    for binding in states.bindings(engine):
+        name, shape = binding.name, binding.slot.shape
+        value = layout.add("parameters", name, states.full_dtype(binding), shape)
+        moments = {}
+        if with_moments:
+            for moment in states.moment_names(engine, binding):
+                moments[moment] = layout.add("moments", f"{moment}:{name}", torch.float32, shape)
+        found[name] = StoredParameter(value, binding.store.run.trained, moments)
+    return found
+
+
+def _optimizer(engine: Engine, optimizer: Optimizer, put: Put) -> StoredOptimizer:
+    names = names_by_number(engine)
+    groups, number = [], 0
+    for index, group in enumerate(optimizer.param_groups):
+        count = len(group["params"])
+        hyper = {key: value for key, value in group.items() if key != "params"}
+        members = tuple(names[i] for i in range(number, number + count))
+        groups.append(StoredGroup(members, encode({**hyper}, put, f"parameter group {index}")))
+        number += count
+    scale = optimizer.loss_scale
+    return StoredOptimizer(
+        kind_of(optimizer),
+        tuple(groups),
+        {names[i]: steps for i, steps in sorted(optimizer.steps.items())},
+        optimizer.skipped_steps,
+        None
+        if scale is None
+        else StoredScale(scale.value, scale.growth, scale.backoff, scale.interval, scale.good_steps),
+        {
+            names[i]: encode(dict(rest), put, f"the state that {kind_of(optimizer)} keeps of {names[i]}")
+            for i, rest in sorted(optimizer.unstreamed().items())
+        },
+    )

@@ -1,0 +1,122 @@
+"""Parameters and moments as streams: from chunks to cursors and back, a small part at a time.
+
+What is streamed does not depend on where anything is: of a trained parameter the fp32 master and the moments
+by torch's names, of others the values. Each parameter's parts come from its first element to its last, whatever
+the chunk size. A part has at most `PART` elements, so staging takes no more than `PART` times 4 bytes
+for the master and each moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from outcore.checkpoint.pieces import raw
+from outcore.chunks.pool import Access
+from outcore.chunks.store import RunStore
+from outcore.engine import Engine
+from outcore.model.unit import Binding
+from outcore.optim.kernels import Master, Rule
+from outcore.optim.pipeline import master_kind
+
+PART = 128 * 1024
+"""The most elements that are staged at a time."""
+
+
+class Sink(Protocol):
+    """Takes a tensor's bytes in order."""
+
+    def write(self, view: memoryview) -> None: ...
+
+
+class Source(Protocol):
+    """Gives a tensor's elements in order."""
+
+    def read(self, count: int) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of one parameter within a chunk that is pinned while the part is used."""
+
+    binding: Binding
+    parameter: torch.Tensor
+    planes: tuple[torch.Tensor, ...]
+
+
+def bindings(engine: Engine) -> Iterator[Binding]:
+    """All parameters, in the order of units."""
+    for unit in engine.units:
+        yield from unit.bindings
+
+
+def moment_names(engine: Engine, binding: Binding) -> tuple[str, ...]:
+    """The moments of a parameter, by torch's names; none if it is not trained."""
+    run = binding.store.run
+    if not run.trained or engine.rule is None:
+        return ()
+    names = tuple(name for name, _ in binding.store.planes)
+    return names if master_kind(engine.rule, run.dtype) is Master.NONE else names[1:]
+
+
+def full_dtype(binding: Binding) -> torch.dtype:
+    """The dtype of a parameter in full precision."""
+    run = binding.store.run
+    return torch.float32 if run.trained else run.dtype
+
+
+def read(engine: Engine, values: Mapping[str, Sink], moments: Mapping[str, Mapping[str, Sink]]) -> None:
+    """Stream all parameters out; ``moments`` may be empty."""
+    staging = torch.empty(PART)
+    for part in _parts(engine, Access.READ):
+        name = part.binding.name
+        values[name].write(raw(_full(part, engine.rule, staging)))
+        sinks = moments.get(name)
+        if sinks and engine.rule is not None:
+            for moment, tensor in engine.rule.moments(part.planes).items():
+                sinks[moment].write(raw(tensor))
+
+
+def write(engine: Engine, values: Mapping[str, Source], moments: Mapping[str, Mapping[str, Source]]) -> None:
+    """Stream all parameters in; moments that are not given stay as they are."""
+    for part in _parts(engine, Access.WRITE):
+        name, count = part.binding.name, part.parameter.numel()
+        new = values[name].read(count)
+        sources = moments.get(name)
+        if sources and engine.rule is not None:
+            found = {moment: source.read(count) for moment, source in sources.items()}
+            engine.rule.set_moments(part.planes, found)
+        if part.binding.store.states and engine.rule is not None:
+            engine.rule.set_master(part.parameter, part.planes, new.float())
+        else:
+            part.parameter.copy_(new)
+
+
+def _full(part: Part, rule: Rule | None, staging: torch.Tensor) -> torch.Tensor:
+    if not part.binding.store.states or rule is None:
+        return part.parameter
+    out = staging[: part.parameter.numel()]
+    rule.master(part.parameter, part.planes, out)
+    return out
+
+
+def _parts(engine: Engine, access: Access) -> Iterator[Part]:
+    for unit in engine.units:
+        of = {binding.slot.index: binding for binding in unit.bindings}
+        for store in unit.stores:
+            for k in range(store.run.chunks):
+                chunks = (store.parameters[k], *store.states[k : k + 1])
+                with engine.pool.guard(chunks, access):
+                    yield from _parts_of(store, k, of)
+
+
+def _parts_of(store: RunStore, k: int, of: Mapping[int, Binding]) -> Iterator[Part]:
+    parameter = store.parameter(k)
+    planes = store.state(k) if store.states else ()
+    for segment in store.run.segments(k):
+        for start in range(segment.start, segment.stop, PART):
+            part = slice(start, min(start + PART, segment.stop))
+            yield Part(of[segment.slot.index], parameter[part], tuple(plane[part] for plane in planes))

@@ -1,0 +1,252 @@
+"""Writing a checkpoint beside its place, and committing it.
+
+[Note: Commit]
+A checkpoint is written to a folder ``.tmp-...`` next to where it will be, which its writer keeps locked. Each
+file is fsynced and closed as its last byte is written, the manifest last, then the folder itself. One
+rename puts the whole in place, and an fsync of the parent makes that last. Whatever fails before the rename
+leaves nothing but the folder, which is removed at once or, after a crash, by the next save in this
+parent: a folder whose lock is free has no writer. After a failed fsync nothing of the folder is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import xxhash
+
+from outcore.checkpoint import files as seam
+from outcore.checkpoint.files import Files, has_no_locks, write_all, writing
+from outcore.checkpoint.manifest import LIMIT, NAME, Manifest, StoredFile, write
+from outcore.checkpoint.pieces import Piece, PieceFile, digest
+from outcore.errors import CheckpointError, UsageError
+
+TEMPORARY = ".tmp-"
+"""How the names of folders begin that are no checkpoints, yet or any more."""
+
+
+class Cursor:
+    """Writes one tensor from its first byte to its last."""
+
+    def __init__(self, piece: Piece, file: OpenFile) -> None:
+        self._piece = piece
+        self._file = file
+        self._done = 0
+        self._hash = xxhash.xxh3_128()
+
+    def write(self, view: memoryview) -> None:
+        """The next bytes."""
+        self._hash.update(view)
+        self._file.write(view, self._piece.start + self._done)
+        self._done += len(view)
+        if self._done == self._piece.nbytes:
+            self._piece.digest = self._hash.hexdigest()
+            self._file.completed(self._piece)
+
+
+class OpenFile:
+    """A file that is made when its first byte is written, and made durable after its last."""
+
+    def __init__(self, files: Files, folder: Path, planned: PieceFile) -> None:
+        self._files = files
+        self._path = folder / planned.name
+        self._planned = planned
+        self._open = {piece for piece in planned.pieces if piece.nbytes}
+        self._fd = -1
+        for piece in planned.pieces:
+            if not piece.nbytes:
+                piece.digest = digest(b"")
+
+    def begin(self) -> None:
+        """Make the file and write its header."""
+        if self._fd < 0:
+            with writing(self._path):
+                self._fd = self._files.create(self._path)
+            write_all(self._files, self._fd, memoryview(self._planned.header), 0, self._path)
+
+    def write(self, view: memoryview, offset: int) -> None:
+        self.begin()
+        write_all(self._files, self._fd, view, offset, self._path)
+
+    def completed(self, piece: Piece) -> None:
+        """A tensor is written to its end."""
+        self._open.discard(piece)
+        if not self._open:
+            self.finish()
+
+    def finish(self) -> None:
+        """Make the file durable and close it."""
+        with writing(self._path):
+            self._files.sync(self._fd)
+            self.close()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            self._files.close(fd)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no tensor of the file has any bytes."""
+        return not self._planned.body
+
+
+class Writer:
+    """The files of one checkpoint, while they are written."""
+
+    def __init__(self, files: Files, folder: Path, planned: list[PieceFile]) -> None:
+        self._files = files
+        self._folder = folder
+        self._planned = planned
+        self._opened = {file.name: OpenFile(files, folder, file) for file in planned}
+
+    def cursor(self, piece: Piece) -> Cursor:
+        """Where the bytes of a tensor go."""
+        return Cursor(piece, self._opened[piece.file])
+
+    def stored(self) -> dict[str, StoredFile]:
+        """What the manifest says of the files."""
+        return {f.name: StoredFile(f.nbytes, len(f.header), digest(f.header)) for f in self._planned}
+
+    def finish(self, manifest: Manifest) -> None:
+        """Write the manifest; everything else is written.
+
+        Raises:
+            DiskFullError, DiskWriteError: the system refused.
+            UsageError: the manifest would be too large.
+        """
+        for file in self._opened.values():
+            if file.is_empty:
+                file.begin()
+                file.finish()
+        data = write(manifest)
+        if len(data) > LIMIT:
+            raise UsageError(
+                f"the checkpoint's manifest would have {len(data):,} bytes, and may have {LIMIT:,}: "
+                "keep less in extra, or keep it in tensors"
+            )
+        path = self._folder / NAME
+        with writing(path):
+            fd = self._files.create(path)
+            try:
+                write_all(self._files, fd, memoryview(data), 0, path)
+                self._files.sync(fd)
+            finally:
+                self._files.close(fd)
+            self._files.sync_directory(self._folder)
+
+    def close(self) -> None:
+        """Close what is open still."""
+        for file in self._opened.values():
+            with contextlib.suppress(OSError):
+                file.close()
+
+
+@contextmanager
+def committed(path: Path) -> Iterator[tuple[Files, Path]]:
+    """A folder to write to, which becomes ``path`` if the block succeeds, and is removed if it does not.
+
+    Raises:
+        UsageError: there is something at ``path`` already, or its name is no name for a checkpoint.
+        DiskFullError, DiskWriteError: the system refused.
+    """
+    files = seam.SYSTEM
+    if not path.name or path.name == ".." or path.name.startswith(TEMPORARY):
+        raise UsageError(f"{path} is no path for a checkpoint: its last part must be a name of its own")
+    if os.path.lexists(path):
+        raise UsageError(
+            f"{path} exists already and a checkpoint is never overwritten: save to another path, or remove it"
+        )
+    parent = path.parent
+    with writing(parent):
+        _make_parents(files, parent)
+        sweep(files, parent)
+        folder, lock = _reserve(files, parent, path.name)
+    try:
+        try:
+            yield files, folder
+            with writing(path):
+                files.rename(folder, path)
+                try:
+                    files.sync_directory(parent)
+                except BaseException:
+                    files.rename(path, folder)
+                    raise
+        except BaseException:
+            with contextlib.suppress(OSError):
+                files.remove(folder)
+            raise
+    finally:
+        if lock is not None:
+            with contextlib.suppress(OSError):
+                files.close(lock)
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint, so that it is never seen in part: it is renamed first.
+
+    Raises:
+        DiskWriteError: the system refused.
+    """
+    files = seam.SYSTEM
+    with writing(path):
+        folder = path.parent / _temporary(path.name)
+        files.rename(path, folder)
+        files.sync_directory(path.parent)
+        with contextlib.suppress(FileNotFoundError):  # a save beside may have swept it
+            files.remove(folder)
+
+
+def sweep(files: Files, parent: Path) -> None:
+    """Remove what writers that are dead left in ``parent``; best effort."""
+    with contextlib.suppress(OSError):
+        for name in files.names(parent):
+            if name.startswith(TEMPORARY):
+                with contextlib.suppress(OSError):
+                    _remove_unlocked(files, parent / name)
+
+
+def _remove_unlocked(files: Files, folder: Path) -> None:
+    lock = files.lock(folder)
+    if lock is not None:
+        try:
+            files.remove(folder)
+        finally:
+            files.close(lock)
+
+
+def _make_parents(files: Files, parent: Path) -> None:
+    missing = []
+    while not parent.exists():
+        missing.append(parent)
+        parent = parent.parent
+    for folder in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            files.make_directory(folder)
+        files.sync_directory(folder.parent)
+
+
+def _temporary(name: str) -> str:
+    return f"{TEMPORARY}{name[:100]}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _reserve(files: Files, parent: Path, name: str) -> tuple[Path, int | None]:
+    """A locked folder. Between making and locking it a sweep may take it for a dead writer's: then anew."""
+    for _ in range(100):
+        folder = parent / _temporary(name)
+        files.make_directory(folder)
+        try:
+            lock = files.lock(folder)
+        except OSError as error:
+            if has_no_locks(error):
+                return folder, None
+            with contextlib.suppress(OSError):
+                files.remove(folder)
+            raise
+        if lock is not None:
+            return folder, lock
+    raise CheckpointError(f"no folder could be kept locked in {parent}: too many saves at once")
