@@ -85,6 +85,7 @@ class Pool:
         self._disk = disk
         self._budget = budget
         self._reserved = 0
+        self._ahead = 0
         self._order = order
         self._replacer = replacer
         self._prefetch = prefetch
@@ -120,13 +121,17 @@ class Pool:
         """Bytes the chunks may hold on the host now."""
         return self._budget - self._reserved
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int, ahead: int) -> None:
         """Set bytes of the budget aside for what is not a chunk (activations, temporaries).
 
         Chunks above the new ceiling are evicted before this returns, as far as they are not pinned.
+
+        Args:
+            nbytes: needed now.
+            ahead: needed soon: what is read ahead stays clear of it.
         """
         with self._lock:
-            self._reserved = nbytes
+            self._reserved, self._ahead = nbytes, max(nbytes, ahead)
             self._make_room(0, None)
 
     def hold_idle(self, on: bool) -> None:
@@ -279,14 +284,14 @@ class Pool:
         """
         if not self._prefetch or not self._holds_idle or self._closed or self._disk is None:
             return
-        horizon = self.ceiling
+        ceiling = horizon = self._budget - self._ahead
         for distance, chunk in self._order.upcoming():
             horizon -= chunk.nbytes
             if horizon < 0:
                 return
             if chunk.residence is Residence.DISK and chunk.error is None:
                 try:
-                    if not self._try_room(chunk.nbytes, distance):
+                    if not self._try_room(chunk.nbytes, distance, ceiling):
                         return
                     self._begin_read(chunk)
                 except TierError as error:
@@ -307,10 +312,11 @@ class Pool:
             with self._ledger.waiting("disk write"):
                 self._changed.wait()
 
-    def _try_room(self, nbytes: int, beyond: int) -> bool:
+    def _try_room(self, nbytes: int, beyond: int, ceiling: int | None = None) -> bool:
         """Evict chunks used later than ``beyond`` until ``nbytes`` fit; false if some must still leave."""
-        while self._used + nbytes > self.ceiling:
-            missing = self._used + nbytes - self.ceiling
+        ceiling = self.ceiling if ceiling is None else ceiling
+        while self._used + nbytes > ceiling:
+            missing = self._used + nbytes - ceiling
             if self._leaving >= missing:
                 return False
             victim = self._replacer.victim(self._evictable(), beyond)

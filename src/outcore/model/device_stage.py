@@ -76,6 +76,7 @@ class DeviceStage:
         self._ledger = ledger
         self._budget = budget
         self._reserved = 0
+        self._ahead = 0
         self._occupied = 0
         self._prefetch = prefetch
         self._holds_idle = True
@@ -109,12 +110,16 @@ class DeviceStage:
         self._occupied += nbytes
         self._ledger.hold("device", nbytes)
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int, ahead: int) -> None:
         """Set device memory aside for activations; frames that don't fit beside them leave.
 
         The caller enters the bytes in the ledger.
+
+        Args:
+            nbytes: needed now.
+            ahead: needed soon: frames lifted ahead stay clear of it.
         """
-        self._reserved = nbytes
+        self._reserved, self._ahead = nbytes, max(nbytes, ahead)
         self._try_room(0, -1)
 
     def hold_idle(self, on: bool) -> None:
@@ -234,7 +239,8 @@ class DeviceStage:
                 continue
             if not all(self._pool.is_on_host(chunk) for chunk in unit.parameter_chunks):
                 return
-            if not self._try_room(unit_bytes(unit) + self._gradient_room(key[0], unit), distance):
+            room = unit_bytes(unit) + self._gradient_room(key[0], unit) + self._ahead - self._reserved
+            if not self._try_room(room, distance):
                 return
             self._lift(unit)
 

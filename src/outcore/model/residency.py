@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -11,24 +11,19 @@ from outcore.model.stage import Stage
 from outcore.model.unit import Unit
 from outcore.optim.gradients import Gradients
 from outcore.trace.clock import Clock
+from outcore.trace.gauge import Gauge
 
 Phase = Literal["forward", "backward", "read"]
 
 
 class Residency:
-    """Counts who needs a unit. Nested and repeated openings are legal.
+    """Counts who needs a unit. Nested and repeated openings are legal."""
 
-    Args:
-        settle: called with a unit before it is opened; returns once no update of it is outstanding.
-    """
-
-    def __init__(
-        self, stage: Stage, clock: Clock, gradients: Gradients, settle: Callable[[Unit], None]
-    ) -> None:
+    def __init__(self, stage: Stage, clock: Clock, gradients: Gradients, gauge: Gauge) -> None:
         self._stage = stage
         self._gradients = gradients
         self._clock = clock
-        self._settle = settle
+        self._gauge = gauge
         self._views: dict[Unit, Sequence[torch.Tensor]] = {}
 
     def enter(self, unit: Unit, phase: Phase) -> None:
@@ -46,7 +41,7 @@ class Residency:
         needs = unit.parameter_chunks
         if phase == "backward":
             needs += self._gradients.expected(unit.stores)
-        self._settle(unit)
+        self._gauge.window((phase, unit.index))
         self._clock.tick((phase, unit.index), needs)
         self._stage.open(unit)
         if unit not in self._views:
@@ -62,3 +57,4 @@ class Residency:
             for binding in unit.bindings:
                 binding.parameter.data = binding.resting
             self._stage.close(unit)
+            self._gauge.window(("closed", unit.index))

@@ -3,8 +3,8 @@
 [Note: Reserve]
 The peak of each kind of lap is measured the first time it runs (and again when its inputs grow). While it
 is measured, no chunk stays on the host longer than it is used (unless all of them take less than half the
-budget), and each allocation at once pushes out what it must; later laps of that kind set the measured
-peak aside before they begin.
+budget), and each allocation at once pushes out what it must. Later laps of that kind set aside, window by window
+(see `outcore.trace.profile`), what was measured, and keep what is read ahead out of the next windows too.
 
 [Note: Whose turn it is]
 The meter is a dispatch mode, and those form a stack that Python code must leave in the order in which it
@@ -17,7 +17,6 @@ and counts as gone where somebody else took it down.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -27,6 +26,7 @@ from outcore.errors import BudgetError
 from outcore.memory.heap import give_back
 from outcore.memory.ledger import Ledger, Tier
 from outcore.trace.meter import Meter
+from outcore.trace.profile import Profile
 
 
 class Gauge(Protocol):
@@ -34,6 +34,9 @@ class Gauge(Protocol):
 
     def begin(self, key: Hashable, size: int) -> None:
         """A lap starts on inputs of ``size`` elements in all."""
+
+    def window(self, key: Hashable) -> None:
+        """A unit is about to be opened, or was closed."""
 
     def end(self) -> None:
         """The lap is over, whether or not it was completed."""
@@ -43,12 +46,6 @@ class Gauge(Protocol):
         """The most bytes that any kind of lap took so far."""
 
 
-@dataclass
-class _Known:
-    size: int
-    peak: int
-
-
 class Owner(Protocol):
     """What shares a budget with activations: the pool on the host, the stage on a device."""
 
@@ -56,8 +53,9 @@ class Owner(Protocol):
     def pinned(self) -> int:
         """Bytes that are in use and can't leave."""
 
-    def reserve(self, nbytes: int) -> None:
-        """Set so many bytes of the budget aside; what no longer fits leaves."""
+    def reserve(self, nbytes: int, ahead: int) -> None:
+        """Set so many bytes of the budget aside; what no longer fits leaves. What comes before it is needed
+        must leave ``ahead`` bytes."""
 
     def hold_idle(self, on: bool) -> None:
         """Whether what is not in use may stay."""
@@ -92,11 +90,12 @@ class MeteredGauge:
         self._budget = budget
         self._roomy = roomy
         self._outside = outside
-        self._known: dict[Hashable, _Known] = {}
+        self._known: dict[Hashable, Profile] = {}
+        self._profile: Profile | None = None
+        self._position = 0
         self._meter: Meter | None = None
         self._inference = False
         self._key: Hashable = None
-        self._size = 0
         self._reserved = 0
         self._largest = 0
 
@@ -105,24 +104,44 @@ class MeteredGauge:
         """The highest peak of any kind of lap measured so far, in bytes."""
         return max((known.peak for known in self._known.values()), default=0)
 
+    @property
+    def measuring(self) -> bool:
+        """Whether the current lap is being measured."""
+        return self._meter is not None
+
     def begin(self, key: Hashable, size: int) -> None:
         self.end()
         if self._meter is not None:  # it can't end here: go on measuring
             return
         known = self._known.get(key)
-        self._key, self._size = key, size
+        self._key = key
         if known is not None and size <= known.size:
-            self._reserve(known.peak)
+            self._profile, self._position = known, 0
+            self._reserve(*known.around(0))
             return
-        self._reserve(known.peak if known is not None else 0)
+        self._profile, self._position = Profile(size), 0
+        self._reserve(0, 0 if known is None else known.peak)
         self._largest = 0
         modes = _get_current_dispatch_mode_stack()
         if modes and not isinstance(modes[-1], Meter):
             return
         self._inference = torch.is_inference_mode_enabled()
-        self._owner.hold_idle(self._roomy)
+        self._owner.hold_idle(self._roomy or known is not None)
         self._meter = Meter(self._device, self._outside, self._grown)
         self._meter.__enter__()  # type: ignore[no-untyped-call]
+
+    def window(self, key: Hashable) -> None:
+        profile = self._profile
+        if profile is None:
+            return
+        if self._meter is not None:
+            profile.note(self._meter.take_window())
+            profile.open(key)
+        elif len(profile.keys) > 1:
+            found = profile.find(key, self._position + 1)
+            if found is not None:  # a use that was not there when it was measured needs what the last one did
+                self._position = found
+                self._reserve(*profile.around(found))
 
     def _grown(self, live: int) -> None:
         """A new peak: make room for it and for one more allocation of its kind."""
@@ -137,34 +156,37 @@ class MeteredGauge:
                     f"{live:,} bytes of that are activations and temporaries, so far: give the {self._tier} more, "
                     "use a smaller batch or recomputation",
                 )
-            self._reserve(min(live + self._largest // 2, self._budget - self._owner.pinned))
+            room = self._budget - self._owner.pinned
+            self._reserve(min(live + self._largest // 2, room), min(live + self._largest, room))
 
-    def _reserve(self, nbytes: int) -> None:
+    def _reserve(self, nbytes: int, ahead: int) -> None:
         before, self._reserved = self._reserved, nbytes
         if nbytes > before:
-            self._owner.reserve(nbytes)
+            self._owner.reserve(nbytes, ahead)
             self._ledger.hold(self._tier, nbytes - before)
         else:
             self._ledger.hold(self._tier, nbytes - before)
-            self._owner.reserve(nbytes)
+            self._owner.reserve(nbytes, ahead)
 
     def end(self) -> None:
         if self._key is None and self._meter is None:
             return
         modes = _get_current_dispatch_mode_stack()
         if self._meter is None:
-            self._reserve(0)
-            self._key = None
+            self._reserve(0, 0)
+            self._key = self._profile = None
         elif self._meter not in modes:  # taken down by whoever put an older state of the thread back
             self._over(self._meter)
         elif self._meter is modes[-1] and self._inference == torch.is_inference_mode_enabled():
             self._meter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._known[self._key] = _Known(self._size, self._meter.peak)
+            assert self._profile is not None
+            self._profile.note(self._meter.take_window())
+            self._known[self._key] = self._profile
             self._over(self._meter)
         if not self._roomy and self._tier == "host":
             give_back()
 
     def _over(self, meter: Meter) -> None:
-        self._reserve(meter.live)
-        self._meter, self._key = None, None
+        self._reserve(meter.live, meter.live)
+        self._meter = self._key = self._profile = None
         self._owner.hold_idle(True)

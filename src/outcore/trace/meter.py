@@ -1,8 +1,7 @@
 """What a step allocates besides chunks: activations, temporaries and gradients on their way.
 
 [Note: Rehearsal]
-On the CPU nobody counts what operators allocate, so the first lap of each kind runs under a dispatch mode
-that charges every storage once, when it first appears as an output, and credits it when it is freed
+The first lap of each kind runs under a dispatch mode that charges every storage once, when it first appears as an output, and credits it when it is freed
 (validated against the peak of the resident set in `benchmarks`). Laps known already run without it. The
 mode sees every operator's arguments too, so it also finds a parameter that is used outside the module that
 owns it, which would otherwise read as NaN.
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Meter(TorchDispatchMode):
-    """Counts live and peak bytes of storages that operators create on one device while it is active.
+    """Counts the bytes of storages that operators create on one device while it is active.
 
     Args:
         device: the device whose storages are counted.
@@ -36,8 +35,9 @@ class Meter(TorchDispatchMode):
         self._visit = visit
         self._observe = observe
         self._charged: set[int] = set()
-        self.live = 0
-        self.peak = 0
+        self._live = 0
+        self._window = 0
+        self._peak = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -60,15 +60,26 @@ class Meter(TorchDispatchMode):
     def _charge(self, storage: torch.UntypedStorage) -> None:
         nbytes = storage.nbytes()
         self._charged.add(storage._cdata)
-        self.live += nbytes
-        if self.live > self.peak:
-            self.peak = self.live
-            self._observe(self.live)
+        self._live += nbytes
+        self._window = max(self._window, self._live)
+        if self._live > self._peak:
+            self._peak = self._live
+            self._observe(self._live)
         weakref.finalize(storage, self._credit, storage._cdata, nbytes)
+
+    def take_window(self) -> int:
+        """The peak since the last call."""
+        peak, self._window = self._window, self._live
+        return peak
+
+    @property
+    def live(self) -> int:
+        """Bytes alive now."""
+        return self._live
 
     def _credit(self, key: int, nbytes: int) -> None:
         self._charged.discard(key)
-        self.live -= nbytes
+        self._live -= nbytes
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,71 @@
+"""What activations are given: what fits once fits again, and inputs that grow are measured anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import outcore
+from outcore.engine import engine_of
+from outcore.errors import BudgetError
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Embedding(1000, 256), *(nn.Linear(256, 256) for _ in range(4)), nn.Linear(256, 20_000)
+    )
+
+
+def test_a_pass_that_fits_once_fits_again(tmp_path: Path) -> None:
+    """The largest unit is not open when most activations are alive: their sum must not be asked for."""
+    ids = torch.randint(0, 1000, (64,))
+    outcomes = set()
+    for mib in range(21, 40, 2):
+        whole = model()
+        fp32 = outcore.Precision("fp32")
+        outcore.offload(whole, budget=outcore.Budget(host=f"{mib}MiB", disk=tmp_path), precision=fp32)
+        with torch.no_grad():
+            try:
+                first = whole(ids)
+            except BudgetError:
+                outcomes.add("refused")
+            else:
+                outcomes.add("fits")
+                for _ in range(3):
+                    assert torch.equal(whole(ids), first)
+        held = outcore.snapshot(whole)
+        assert held.peak["host"] <= held.budget["host"]
+        outcore.release(whole)
+    assert outcomes == {"refused", "fits"}
+
+
+def test_larger_inputs_are_measured_anew(tmp_path: Path) -> None:
+    whole = model()
+    budget = outcore.Budget(host="64MiB", disk=tmp_path)
+    outcore.offload(whole, budget=budget, precision=outcore.Precision("fp32"))
+    gauge = engine_of(whole).gauge
+    with torch.no_grad():
+        peaks = []
+        for tokens in (8, 32, 16):
+            whole(torch.zeros(tokens, dtype=torch.long))
+            peaks.append(gauge.largest)
+    assert peaks[0] >= 8 * 20_000 * 4
+    assert peaks[1] >= 32 * 20_000 * 4
+    assert peaks[2] == peaks[1]
+    outcore.release(whole)
+
+
+def test_an_input_too_large_is_refused_and_the_next_one_runs(tmp_path: Path) -> None:
+    whole = model()
+    budget = outcore.Budget(host="32MiB", disk=tmp_path)
+    outcore.offload(whole, budget=budget, precision=outcore.Precision("fp32"))
+    with torch.no_grad():
+        small = whole(torch.zeros(8, dtype=torch.long))
+        with pytest.raises(BudgetError, match="activations"):
+            whole(torch.zeros(1000, dtype=torch.long))
+        assert torch.equal(whole(torch.zeros(8, dtype=torch.long)), small)
+    outcore.release(whole)
