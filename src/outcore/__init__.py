@@ -16,8 +16,11 @@
 
 from __future__ import annotations
 
+from outcore.checkpoint.export import export
 from outcore.checkpoint.load import load
+from outcore.checkpoint.reader import verify
 from outcore.checkpoint.save import save
+from outcore.checkpoint.series import Checkpoints
 from outcore.engine import gather, offload, release, snapshot, weights
 from outcore.memory.budget import Budget
 from outcore.memory.ledger import Snapshot
@@ -35,16 +38,19 @@ __all__ = [
     "Adam",
     "AdamW",
     "Budget",
+    "Checkpoints",
     "Foreign",
     "Lion",
     "Optimizer",
     "Precision",
     "Snapshot",
+    "export",
     "gather",
     "load",
     "offload",
     "release",
     "save",
     "snapshot",
+    "verify",
     "weights",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -107,9 +107,10 @@ class PieceFile:
     def nbytes(self) -> int:
         return len(self.header) + self.body
 
-    def seal(self) -> None:
+    def seal(self, metadata: Mapping[str, str] | None) -> None:
         """Fix the header and the tensors' places."""
-        entries, end = {}, 0
+        entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+        end = 0
         for piece in self.pieces:
             entries[piece.key] = {
                 "dtype": dtype_name(piece.dtype),
@@ -125,11 +126,24 @@ class PieceFile:
             piece.file, piece.start = self.name, end
             end += piece.nbytes
 
+    def rename(self, name: str) -> None:
+        """Give the file another name, before it is written."""
+        self.name = name
+        for piece in self.pieces:
+            piece.file = name
+
 
 class Layout:
-    """Distributes tensors over files; files are named after what they hold, ``parameters-00001.safetensors``."""
+    """Distributes tensors over files; files are named after what they hold, ``parameters-00001.safetensors``.
 
-    def __init__(self) -> None:
+    Args:
+        file_bytes: a file takes no further tensor once it is this large.
+        metadata: strings that each header carries.
+    """
+
+    def __init__(self, file_bytes: int = FILE_BYTES, metadata: Mapping[str, str] | None = None) -> None:
+        self._file_bytes = file_bytes
+        self._metadata = metadata
         self._files: dict[str, list[PieceFile]] = {}
         self._keys: set[tuple[str, str]] = set()
 
@@ -144,7 +158,7 @@ class Layout:
             raise UsageError(f"two of the model's {kind} would be saved under the name {key!r}")
         self._keys.add((kind, key))
         files = self._files.setdefault(kind, [])
-        if not files or files[-1].body >= FILE_BYTES:
+        if not files or files[-1].body >= self._file_bytes:
             files.append(PieceFile(f"{kind}-{len(files) + 1:05d}.safetensors"))
         piece = Piece(key, dtype, tuple(shape))
         files[-1].pieces.append(piece)
@@ -154,5 +168,5 @@ class Layout:
         """Fix all places; nothing can be added afterwards."""
         found = [file for files in self._files.values() for file in files]
         for file in found:
-            file.seal()
+            file.seal(self._metadata)
         return found

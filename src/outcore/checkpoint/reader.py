@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 
 import torch
@@ -133,14 +134,17 @@ def opened(path: Path) -> Iterator[Reader]:
         reader.close()
 
 
-def verify(path: Path) -> Manifest:
+def verify(path: str | PathLike[str]) -> Manifest:
     """Read all of a checkpoint and compare every digest.
+
+    Returns:
+        The manifest: files, parameters with shapes and moments, the optimizer's class, groups and steps.
 
     Raises:
         CheckpointError: something is missing or damaged.
         DiskReadError: the system refused.
     """
-    with opened(path) as reader:
+    with opened(Path(path)) as reader:
         for piece in reader.manifest.pieces():
             source, left = reader.source(piece), piece.nbytes // piece.dtype.itemsize
             while left:

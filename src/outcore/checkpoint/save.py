@@ -19,7 +19,7 @@ from outcore.checkpoint.manifest import (
     StoredScale,
 )
 from outcore.checkpoint.model import engine_between_steps, kind_of, names_by_number, persistent_buffers
-from outcore.checkpoint.pieces import Layout, Piece, raw
+from outcore.checkpoint.pieces import Layout, Piece
 from outcore.checkpoint.values import Put, encode
 from outcore.checkpoint.writer import Writer, committed
 from outcore.engine import Engine
@@ -100,7 +100,7 @@ def save(
 
 def _write(writer: Writer, piece: Piece, tensor: torch.Tensor) -> None:
     if piece.nbytes:
-        writer.cursor(piece).write(raw(tensor))
+        writer.cursor(piece).write(tensor)
 
 
 def _plan_parameters(engine: Engine, layout: Layout, with_moments: bool) -> Mapping[str, StoredParameter]:

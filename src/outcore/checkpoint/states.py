@@ -14,7 +14,6 @@ from typing import Protocol
 
 import torch
 
-from outcore.checkpoint.pieces import raw
 from outcore.chunks.pool import Access
 from outcore.chunks.store import RunStore
 from outcore.engine import Engine
@@ -27,9 +26,9 @@ PART = 128 * 1024
 
 
 class Sink(Protocol):
-    """Takes a tensor's bytes in order."""
+    """Takes a tensor's elements in order."""
 
-    def write(self, view: memoryview) -> None: ...
+    def write(self, values: torch.Tensor) -> None: ...
 
 
 class Source(Protocol):
@@ -73,11 +72,11 @@ def read(engine: Engine, values: Mapping[str, Sink], moments: Mapping[str, Mappi
     staging = torch.empty(PART)
     for part in _parts(engine, Access.READ):
         name = part.binding.name
-        values[name].write(raw(_full(part, engine.rule, staging)))
+        values[name].write(_full(part, engine.rule, staging))
         sinks = moments.get(name)
         if sinks and engine.rule is not None:
             for moment, tensor in engine.rule.moments(part.planes).items():
-                sinks[moment].write(raw(tensor))
+                sinks[moment].write(tensor)
 
 
 def write(engine: Engine, values: Mapping[str, Source], moments: Mapping[str, Mapping[str, Source]]) -> None:

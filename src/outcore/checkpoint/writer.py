@@ -17,12 +17,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 import xxhash
 
 from outcore.checkpoint import files as seam
 from outcore.checkpoint.files import Files, has_no_locks, write_all, writing
 from outcore.checkpoint.manifest import LIMIT, NAME, Manifest, StoredFile, write
-from outcore.checkpoint.pieces import Piece, PieceFile, digest
+from outcore.checkpoint.pieces import Piece, PieceFile, digest, raw
 from outcore.errors import CheckpointError, UsageError
 
 TEMPORARY = ".tmp-"
@@ -38,8 +39,9 @@ class Cursor:
         self._done = 0
         self._hash = xxhash.xxh3_128()
 
-    def write(self, view: memoryview) -> None:
-        """The next bytes."""
+    def write(self, values: torch.Tensor) -> None:
+        """The next elements, contiguous and on the CPU."""
+        view = raw(values)
         self._hash.update(view)
         self._file.write(view, self._piece.start + self._done)
         self._done += len(view)
@@ -113,23 +115,23 @@ class Writer:
         return {f.name: StoredFile(f.nbytes, len(f.header), digest(f.header)) for f in self._planned}
 
     def finish(self, manifest: Manifest) -> None:
-        """Write the manifest; everything else is written.
+        """Write the manifest; all tensors are written.
 
         Raises:
             DiskFullError, DiskWriteError: the system refused.
             UsageError: the manifest would be too large.
         """
-        for file in self._opened.values():
-            if file.is_empty:
-                file.begin()
-                file.finish()
         data = write(manifest)
         if len(data) > LIMIT:
             raise UsageError(
                 f"the checkpoint's manifest would have {len(data):,} bytes, and may have {LIMIT:,}: "
                 "keep less in extra, or keep it in tensors"
             )
-        path = self._folder / NAME
+        self.finish_with(NAME, data)
+
+    def finish_with(self, name: str, data: bytes) -> None:
+        """Write a last file, and make the folder durable."""
+        path = self._folder / name
         with writing(path):
             fd = self._files.create(path)
             try:
@@ -137,6 +139,15 @@ class Writer:
                 self._files.sync(fd)
             finally:
                 self._files.close(fd)
+        self.finish_empty()
+
+    def finish_empty(self) -> None:
+        """Make the files whose tensors have no bytes, and make the folder durable."""
+        for file in self._opened.values():
+            if file.is_empty:
+                file.begin()
+                file.finish()
+        with writing(self._folder):
             self._files.sync_directory(self._folder)
 
     def close(self) -> None:

@@ -1,0 +1,129 @@
+"""A directory of checkpoints: the newest ones of a run."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.checkpoint import files as seam
+from outcore.checkpoint.files import reading
+from outcore.checkpoint.load import load
+from outcore.checkpoint.reader import opened, verify
+from outcore.checkpoint.save import save
+from outcore.checkpoint.writer import discard
+from outcore.errors import CheckpointError, DiskReadError, TierError, UsageError
+
+_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})", re.ASCII)
+
+
+class Checkpoints:
+    """The checkpoints of one run, ``step-N`` in a directory of their own.
+
+    Args:
+        directory: made with the first checkpoint.
+        keep: how many to keep; older ones are removed once a new one is committed. ``None`` keeps all.
+
+    Raises:
+        UsageError: ``keep`` is below 1.
+    """
+
+    def __init__(self, directory: str | PathLike[str], keep: int | None = None) -> None:
+        if keep is not None and keep < 1:
+            raise UsageError(f"at least one checkpoint must be kept, not {keep}")
+        self._directory = Path(directory)
+        self._keep = keep
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
+        return self._directory / f"step-{step}"
+
+    def steps(self) -> list[int]:
+        """The steps of committed checkpoints, oldest first.
+
+        Raises:
+            DiskReadError: the directory can't be read.
+        """
+        if not self._directory.exists():
+            return []
+        with reading(self._directory):
+            names = seam.SYSTEM.names(self._directory)
+        return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        extra: Any = None,
+    ) -> Path:
+        """Save a step as `outcore.save` does, then remove the oldest beyond ``keep``.
+
+        A damaged checkpoint of the same step is replaced, as a run that went back to an earlier one comes by
+        again. One that is whole is not.
+
+        Returns:
+            The checkpoint's path.
+
+        Raises:
+            UsageError: there is a checkpoint of this step, and it is whole.
+            DiskFullError, DiskWriteError, DiskReadError: the system refused. If that was while an old
+                checkpoint was removed, the new one is in place all the same.
+        """
+        if type(step) is not int or not 0 <= step < 10**18:
+            raise UsageError(f"a step is a whole number, not {step!r}")
+        path = self.path(step)
+        if path.is_dir() and not _is_whole(path):
+            discard(path)
+        save(path, model, optimizer, extra)
+        if self._keep is not None:
+            older = [other for other in self.steps() if other != step]
+            for other in older[: max(0, len(older) + 1 - self._keep)]:
+                discard(self.path(other))
+        return path
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint whose manifest and files are there and fit together, if there is one."""
+        for step in reversed(self.steps()):
+            try:
+                with opened(self.path(step)):
+                    return self.path(step)
+            except (CheckpointError, DiskReadError):
+                continue
+        return None
+
+    def restore(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> tuple[int, Any] | None:
+        """Load the newest checkpoint that can be loaded; each damaged one gives a `RuntimeWarning`.
+
+        Returns:
+            Its step and its ``extra``, or ``None`` if there is no checkpoint at all.
+
+        Raises:
+            CheckpointError, DiskReadError: there are some and none can be loaded: that of the newest.
+            ModelError, StateError: see `outcore.load`.
+        """
+        failure: TierError | None = None
+        for step in reversed(self.steps()):
+            try:
+                return step, load(self.path(step), model, optimizer)
+            except (CheckpointError, DiskReadError) as error:
+                failure = failure or error
+                warnings.warn(f"a checkpoint is passed over: {error}", RuntimeWarning, stacklevel=2)
+        if failure is not None:
+            raise failure
+        return None
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        verify(path)
+    except CheckpointError:
+        return False
+    return True
