@@ -37,8 +37,8 @@ def test_a_pass_that_fits_once_fits_again(tmp_path: Path) -> None:
                 outcomes.add("fits")
                 for _ in range(3):
                     assert torch.equal(whole(ids), first)
-        held = outcore.snapshot(whole)
-        assert held.peak["host"] <= held.budget["host"]
+                held = outcore.snapshot(whole)
+                assert held.peak["host"] <= held.budget["host"]
         outcore.release(whole)
     assert outcomes == {"refused", "fits"}
 

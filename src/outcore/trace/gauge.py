@@ -93,6 +93,7 @@ class MeteredGauge:
         self._known: dict[Hashable, Profile] = {}
         self._profile: Profile | None = None
         self._position = 0
+        self._refused = False
         self._meter: Meter | None = None
         self._inference = False
         self._key: Hashable = None
@@ -119,7 +120,7 @@ class MeteredGauge:
             self._profile, self._position = known, 0
             self._reserve(*known.around(0))
             return
-        self._profile, self._position = Profile(size), 0
+        self._profile, self._position, self._refused = Profile(size), 0, False
         self._reserve(0, 0 if known is None else known.peak)
         self._largest = 0
         modes = _get_current_dispatch_mode_stack()
@@ -149,6 +150,7 @@ class MeteredGauge:
         self._largest = max(self._largest, live - self._reserved)
         if live > self._reserved:
             if self._owner.pinned + live > self._budget:
+                self._refused = True
                 raise BudgetError(
                     self._tier,
                     self._owner.pinned + live,
@@ -181,7 +183,8 @@ class MeteredGauge:
             self._meter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             assert self._profile is not None
             self._profile.note(self._meter.take_window())
-            self._known[self._key] = self._profile
+            if not self._refused:  # what did not fit is no measure for what does
+                self._known[self._key] = self._profile
             self._over(self._meter)
         if not self._roomy and self._tier == "host":
             give_back()
