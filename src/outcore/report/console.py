@@ -19,7 +19,7 @@ _QUIET = 1.0
 
 def make_console(*, stderr: bool = False) -> Console:
     """A console as wide as its terminal; lines of a file are not wrapped."""
-    console = Console(stderr=stderr, highlight=False, soft_wrap=True)
+    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = 120
     return console
