@@ -86,6 +86,7 @@ class Pool:
         self._budget = budget
         self._reserved = 0
         self._ahead = 0
+        self._borrowed = 0
         self._order = order
         self._replacer = replacer
         self._prefetch = prefetch
@@ -112,9 +113,9 @@ class Pool:
 
     @property
     def pinned(self) -> int:
-        """Bytes of chunks that are in use and can't leave."""
+        """Bytes that are in use and can't leave: pinned chunks, and what was borrowed."""
         with self._lock:
-            return sum(chunk.nbytes for chunk in self._resident if chunk.pins)
+            return self._borrowed + sum(chunk.nbytes for chunk in self._resident if chunk.pins)
 
     @property
     def ceiling(self) -> int:
@@ -247,12 +248,14 @@ class Pool:
                     self._refuse(nbytes)
                 self._changed.wait()
             self._used += nbytes
+            self._borrowed += nbytes
             self._ledger.hold("host", nbytes)
 
     def repay(self, nbytes: int) -> None:
         """Give borrowed bytes back."""
         with self._lock:
             self._used -= nbytes
+            self._borrowed -= nbytes
             self._ledger.hold("host", -nbytes)
             self._pump()
 

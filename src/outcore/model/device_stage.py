@@ -120,7 +120,9 @@ class DeviceStage:
             ahead: needed soon: frames lifted ahead stay clear of it.
         """
         self._reserved, self._ahead = nbytes, max(nbytes, ahead)
-        self._try_room(0, -1)
+        if not self._try_room(0, -1):
+            self._descent.drain()  # gradient buffers whose copies are still under way
+            self._try_room(0, -1)
 
     def hold_idle(self, on: bool) -> None:
         """Whether frames may stay after their use, and come before it."""
