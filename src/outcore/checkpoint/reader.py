@@ -39,7 +39,8 @@ def read_manifest(path: Path) -> Manifest:
         data = bytearray(size)
         read_all(files, fd, memoryview(data), 0, place)
     finally:
-        files.close(fd)
+        with contextlib.suppress(OSError):  # nothing was written
+            files.close(fd)
     try:
         return parse(bytes(data))
     except CheckpointError as error:
