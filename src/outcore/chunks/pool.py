@@ -217,6 +217,11 @@ class Pool:
             for chunk in chunks:
                 assert chunk.pins > 0, chunk.name
                 chunk.pins -= 1
+            if self._used > self.ceiling:  # room was set aside while they could not leave
+                try:
+                    self._try_room(0, -1)
+                except TierError as error:
+                    self._failure = error  # the next guard raises it
             self._changed.notify_all()
             self._pump()
 

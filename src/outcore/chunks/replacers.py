@@ -52,4 +52,8 @@ class LRU:
     """Evict what was used longest ago. The yardstick for `Belady`: on a cyclic scan it saves nothing."""
 
     def victim(self, candidates: Iterable[Chunk], beyond: int) -> Chunk | None:
+        if (
+            beyond >= 0
+        ):  # for a prefetch: it can't tell what is needed later, and two reads could chase each other
+            return None
         return min(candidates, key=lambda chunk: chunk.last_use, default=None)

@@ -1,0 +1,167 @@
+"""A pool against a plain dict: whatever the order of calls, bytes are right and the ceiling holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from outcore.chunks.chunk import Chunk, Kind, Residence
+from outcore.chunks.pool import Access, Guard, Pool
+from outcore.chunks.replacers import LRU, NEVER, Belady
+from outcore.errors import BudgetError, StateError
+from outcore.memory.blockfile import MemoryFile
+from outcore.memory.disk import DiskTier
+from outcore.memory.host import PAGE, reserve
+from outcore.memory.ledger import Ledger
+
+COUNT, ROOM = 8, 5
+ids = st.lists(st.integers(0, COUNT - 1), min_size=1, max_size=3, unique=True)
+
+
+class Foreseen:
+    """An order of uses that the test makes up."""
+
+    def __init__(self) -> None:
+        self.coming: list[Chunk] = []
+
+    def next_use(self, chunk: Chunk) -> int:
+        return self.coming.index(chunk) + 1 if chunk in self.coming else NEVER
+
+    def upcoming(self) -> Iterable[tuple[int, Chunk]]:
+        return list(enumerate(self.coming, 1))
+
+
+def build(replacer: str = "Belady", room: int = ROOM) -> tuple[Pool, list[Chunk], Foreseen, DiskTier, Ledger]:
+    ledger, order = Ledger(), Foreseen()
+    disk = DiskTier([MemoryFile(name="memory")], ledger=ledger, budget=1 << 20)
+    policy: Any = Belady(order) if replacer == "Belady" else LRU()
+    pool = Pool(ledger, disk, room * PAGE, order, policy)
+    return pool, [Chunk(Kind.STATE, f"c{k}", reserve(PAGE)) for k in range(COUNT)], order, disk, ledger
+
+
+def fill(chunk: Chunk, value: int) -> None:
+    chunk.region.tensor.fill_(value)
+
+
+class Machine(RuleBasedStateMachine):
+    replacer = "Belady"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.chunks, self.order, self.disk, self.ledger = build(self.replacer)
+        self.model = dict.fromkeys(range(COUNT), 0)
+        self.open: list[tuple[Guard, list[int]]] = []
+        self.reserved = self.value = 0
+
+    def pinned(self) -> set[int]:
+        return {k for _, chosen in self.open for k in chosen}
+
+    @rule(chosen=ids, access=st.sampled_from(list(Access)), keep=st.booleans())
+    def guard(self, chosen: list[int], access: Access, keep: bool) -> None:
+        fits = len(self.pinned() | set(chosen)) <= ROOM - self.reserved
+        held = {k for k in chosen if self.chunks[k].on_host and self.chunks[k].pins}
+        try:
+            guard = self.pool.guard([self.chunks[k] for k in chosen], access)
+        except BudgetError:
+            assert not fits
+            return
+        assert fits or held
+        for k in chosen:
+            if access is not Access.FRESH:
+                assert (self.chunks[k].region.tensor == self.model[k]).all()
+            if access is not Access.READ:
+                self.value = self.value % 250 + 1
+                fill(self.chunks[k], self.value)
+                self.model[k] = self.value
+        if keep:
+            self.open.append((guard, chosen))
+        else:
+            guard.close()
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        guard, chosen = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        for k in chosen:
+            assert (self.chunks[k].region.tensor == self.model[k]).all()
+        guard.close()
+        guard.close()
+
+    @rule(chosen=ids)
+    def discard(self, chosen: list[int]) -> None:
+        free = [k for k in chosen if k not in self.pinned()]
+        self.pool.discard([self.chunks[k] for k in free])
+        for k in free:
+            assert self.chunks[k].residence is Residence.EMPTY
+            self.model[k] = 0
+
+    @rule(pages=st.integers(0, ROOM))
+    def reserve(self, pages: int) -> None:
+        self.reserved = pages
+        self.pool.reserve(pages * PAGE, pages * PAGE)
+
+    @rule(chosen=st.lists(st.integers(0, COUNT - 1), max_size=6, unique=True))
+    def foresee(self, chosen: list[int]) -> None:
+        with self.pool.lock:
+            self.order.coming = [self.chunks[k] for k in chosen]
+            self.pool.advance()
+
+    @rule(on=st.booleans())
+    def switch(self, on: bool) -> None:
+        self.pool.set_prefetch(on)
+        self.pool.hold_idle(on)
+
+    @invariant()
+    def within(self) -> None:
+        self.pool.quiesce()
+        with self.pool.lock:
+            held = [chunk for chunk in self.chunks if chunk.on_host]
+            assert self.pool.used == sum(chunk.nbytes for chunk in held) == self.ledger.held("host")
+            assert self.pool.used <= max(self.pool.ceiling, len(self.pinned()) * PAGE)
+            assert [c.pins for c in self.chunks] == [
+                sum(k in chosen for _, chosen in self.open) for k in range(COUNT)
+            ]
+
+    def teardown(self) -> None:
+        for guard, _ in self.open:
+            guard.close()
+        self.pool.reserve(0, 0)
+        for k, chunk in enumerate(self.chunks):
+            with self.pool.guard([chunk], Access.READ):
+                assert (chunk.region.tensor == self.model[k]).all()
+        self.pool.close()
+        self.disk.close()
+        assert self.ledger.held("host") == self.ledger.held("disk") == 0
+
+
+class MachineLRU(Machine):
+    replacer = "LRU"
+
+
+TestBelady = Machine.TestCase
+TestLRU = MachineLRU.TestCase
+TestBelady.settings = TestLRU.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
+)
+
+
+def test_a_guard_that_does_not_fit_leaves_the_pool_usable() -> None:
+    pool, chunks, _, disk, _ = build(room=3)
+    for k, chunk in enumerate(chunks):
+        with pool.guard([chunk], Access.FRESH):
+            fill(chunk, k + 1)
+    for _ in range(3):
+        with pytest.raises(BudgetError):
+            pool.guard(chunks[:4], Access.READ)
+        assert all(chunk.pins == 0 for chunk in chunks)
+        with pool.guard(chunks[4:7], Access.READ):
+            assert [int(chunk.region.tensor[-1]) for chunk in chunks[4:7]] == [5, 6, 7]
+    pool.close()
+    with pytest.raises(StateError, match="released"):
+        pool.guard(chunks[:1], Access.READ)
+    disk.close()
