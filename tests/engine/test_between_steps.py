@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import outcore
-from engine.twin import Run, floats, same, spread
+from engine.twin import Run, assert_idle, floats, same, spread
 from exact.shapes import Stack
 
 
@@ -39,6 +38,20 @@ def test_evaluation_before_the_first_step_and_with_gradients_on(tmp_path: Path) 
     same(script, tmp_path)
 
 
+def test_inference_before_the_first_step(tmp_path: Path) -> None:
+    """What is made under inference_mode can't be trained; the first opening of a unit happens there."""
+
+    def script(run: Run) -> None:
+        with torch.inference_mode():
+            run.loss(1)
+        run.train(1)
+        with torch.inference_mode():
+            run.loss(2, batch=9)
+        run.train(2)
+
+    same(script, tmp_path, tight="4MiB")
+
+
 def test_growing_inputs(tmp_path: Path) -> None:
     """As a generation without a cache does: each forward is longer than all before."""
 
@@ -52,12 +65,24 @@ def test_growing_inputs(tmp_path: Path) -> None:
     same(script, tmp_path)
 
 
-def test_batches_of_other_shapes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "within",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.xfail(
+                strict=True, reason="a lap on larger inputs is measured while idle chunks fill the host"
+            ),
+        ),
+    ],
+)
+def test_batches_of_other_shapes(within: bool, tmp_path: Path) -> None:
     def script(run: Run) -> None:
         for step, batch in enumerate((3, 1, 7, 2, 11, 11, 1)):
             run.train(step, batch=batch)
 
-    same(script, tmp_path, tight="4MiB")
+    same(script, tmp_path, tight="4MiB", within=within)
 
 
 def test_a_dropped_loss(tmp_path: Path) -> None:
@@ -176,8 +201,8 @@ def test_gather_that_does_not_fit_leaves_the_model_usable(tmp_path: Path) -> Non
         with pytest.raises(outcore.errors.BudgetError), outcore.gather(run.model):
             pass
         run.train(1)
-        engine: Any = run.engine
-        assert engine.pool.pinned == 0
+        assert run.engine is not None
+        assert_idle(run.engine)
 
 
 def _wide() -> Stack:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import outcore
-from engine.twin import Run, floats, same, spread
+from engine.twin import Run, assert_idle, floats, same, spread
 
 
 class OopsError(Exception):
@@ -157,7 +157,7 @@ def test_in_recomputation(tmp_path: Path) -> None:
         run.optimizer.zero_grad()
         run.train(1)
         assert run.engine is not None
-        assert run.engine.pool.pinned == 0
+        assert_idle(run.engine)
 
 
 def test_step_after_backward_failed(tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.errors import StateError
 from outcore.model.backward import BackwardPass, Call
 from outcore.model.graph import next_sequence_number
 from outcore.model.residency import Residency
-from outcore.model.trees import tensors_of
+from outcore.model.trees import change_tensors, tensors_of
 from outcore.model.unit import Unit
 
 
@@ -35,13 +36,18 @@ class PointHooks:
         self._backward = backward
         self._calls: list[Call | None] = []
         self._handles = [
-            module.register_forward_pre_hook(self._pre_forward, with_kwargs=True),
+            module.register_forward_pre_hook(self._pre_forward, with_kwargs=True, prepend=True),
             module.register_forward_hook(self._post_forward, with_kwargs=True, always_call=True),
         ]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def __reduce__(self) -> Any:
+        raise StateError(
+            "an offloaded model can't be copied or pickled, its parameters are elsewhere: use outcore.weights(model)"
+        )
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._backward.calls:
@@ -63,12 +69,27 @@ class PointHooks:
 
     def _post_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+    ) -> Any:
         call = self._calls.pop() if self._calls else None
         if call is None:  # torch calls this, too, when a pre-hook before ours raised
-            return
+            return None
         self._backward.calls.remove(call)
+        output = self._own(output)
         for unit in self._units:
             self._residency.leave(unit)
         if torch.is_grad_enabled():
             self._backward.watch(call, [tensor for tensor in tensors_of(output) if tensor.requires_grad])
+        return output
+
+    def _own(self, output: Any) -> Any:
+        """The output, with views of the parameters copied: what they show is about to leave."""
+        shown = {_storage(b.parameter) for unit in self._units for b in unit.bindings}
+        if shown.isdisjoint(map(_storage, tensors_of(output))):
+            return output
+        return change_tensors(output, lambda tensor: tensor.clone() if _storage(tensor) in shown else tensor)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """The address of what a tensor shows; a number of its own for one that shows nothing."""
+    dense = tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.untyped_storage().data_ptr() if dense and tensor.numel() else -id(tensor)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.errors import StateError
 from outcore.model.backward import BackwardPass
 from outcore.model.trees import change_tensors, tensors_of
 from outcore.trace.clock import Clock
@@ -42,6 +43,11 @@ class Laps:
             model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._leave, always_call=True),
         ]
+
+    def __reduce__(self) -> Any:
+        raise StateError(
+            "an offloaded model can't be copied or pickled, its parameters are elsewhere: use outcore.weights(model)"
+        )
 
     def remove(self) -> None:
         for handle in self._handles:

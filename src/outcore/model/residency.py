@@ -28,6 +28,10 @@ class Residency:
 
     def enter(self, unit: Unit, phase: Phase) -> None:
         """Open a unit: its parameters have their values until the matching `leave`."""
+        if torch.is_inference_mode_enabled():  # what is made there could never be trained
+            with torch.inference_mode(False):
+                self.enter(unit, phase)
+            return
         unit.opened += 1  # from here on nobody takes its memory away
         if unit.opened > 1:
             return
@@ -51,6 +55,10 @@ class Residency:
 
     def leave(self, unit: Unit) -> None:
         """Undo one `enter`."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                self.leave(unit)
+            return
         assert unit.opened > 0, unit.name
         unit.opened -= 1
         if unit.opened == 0:

@@ -55,4 +55,5 @@ class Unit:
 
 def resting(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A NaN of the given shape that occupies one element."""
-    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 1  # integers know no NaN
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)

@@ -92,7 +92,13 @@ def _named(model: nn.Module, patterns: Sequence[str] | None) -> set[nn.Module]:
         hits = {name: m for name, m in model.named_modules() if name and fnmatchcase(name, pattern)}
         if not hits:
             raise ModelError(f"no module of the model is named {pattern!r}")
-        chosen.update(hits)
+        for name, module in hits.items():
+            if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                raise ModelError(
+                    f"{name!r} can't be a unit: nobody calls a {type(module).__name__}; name its children"
+                )
+            if not any(name.startswith(other + ".") for other in hits):  # "layers.*" means the layers
+                chosen[name] = module
     for name in chosen:
         for other in chosen:
             if other.startswith(name + "."):
