@@ -19,6 +19,7 @@ from outcore.errors import ModelError, StateError, UsageError
 from outcore.memory.budget import Budget, Limits
 from outcore.memory.device import find, free_bytes
 from outcore.memory.disk import DiskTier
+from outcore.memory.host import PAGE
 from outcore.memory.ledger import Ledger, Snapshot
 from outcore.memory.sizes import parse_size
 from outcore.model import weights as weights_of
@@ -173,8 +174,14 @@ class Engine:
             for binding in unit.bindings:
                 if binding.parameter.requires_grad:
                     self._undo.append(self._watch(unit, binding).remove)
-        self._undo.append(model.register_state_dict_pre_hook(self._refuse_state_dict).remove)
+        for part in model.modules():
+            self._undo.append(part.register_state_dict_pre_hook(self._refuse_state_dict).remove)
+            self._undo.append(part.register_load_state_dict_pre_hook(self._refuse_loading).remove)
         if self.optimizer is not None:
+            self._frozen = [b for u in self.units for b in u.bindings if not b.parameter.requires_grad]
+            self._undo.append(model.register_forward_pre_hook(self._refuse_thawed).remove)
+            vars(model)["zero_grad"] = self._zero_grad
+            self._undo.append(lambda: vars(model).pop("zero_grad", None))
             scale = LossScale() if self.precision.compute == "fp16" else None
             self.optimizer.bind(self, scale)
 
@@ -208,6 +215,24 @@ class Engine:
                 "an offloaded model's state_dict() would hold no values: use outcore.gather(model) around it, "
                 "or outcore.weights(model), which yields one parameter at a time"
             )
+
+    def _refuse_loading(self, module: nn.Module, *args: Any) -> None:
+        raise StateError(
+            "load_state_dict() can't reach an offloaded model's parameters: load them before offload(), or give "
+            "offload(..., weights=directory)"
+        )
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        assert self.optimizer is not None
+        self.optimizer.zero_grad()
+
+    def _refuse_thawed(self, module: nn.Module, args: Any) -> None:
+        for binding in self._frozen:
+            if binding.parameter.requires_grad:
+                raise StateError(
+                    f"{binding.name} was frozen when the model was offloaded and has no place for a gradient: "
+                    "set requires_grad before offload()"
+                )
 
     # -- the optimizer's backend ------------------------------------------------------------------
 
@@ -310,6 +335,15 @@ def offload(
             f"offload() needs one of outcore's optimizers, not {type(optimizer).__name__}: use outcore.AdamW and "
             f"the like, or outcore.Foreign(torch.optim.{type(optimizer).__name__}, model.parameters(), ...)"
         )
+    engines = [engine for engine in (found() for found in _engines.values()) if engine is not None]
+    taken = {b.parameter for engine in engines for unit in engine.units for b in unit.bindings}
+    if not taken.isdisjoint(model.parameters()):
+        raise StateError("parameters of this model are offloaded already, with another model")
+    chunk_bytes = parse_size(chunk_size)
+    if chunk_bytes < PAGE:
+        raise UsageError(f"chunk_size={chunk_size!r} is less than a page: give at least {PAGE} bytes")
+    if optimizer is not None:
+        optimizer.check_free()  # before anything is taken from the model
     place = find(device)
     on_host = place.type == "cpu"
     limits = (budget or Budget()).limits(None if on_host else free_bytes(place))
@@ -321,7 +355,7 @@ def offload(
         precision=precision or Precision(),
         activations=activations or Activations(),
         patterns=units,
-        chunk_bytes=parse_size(chunk_size),
+        chunk_bytes=chunk_bytes,
         prefetch=prefetch,
     )
     try:

@@ -69,16 +69,20 @@ class Optimizer(torch.optim.Optimizer):
 
     # -- binding ----------------------------------------------------------------------------------
 
+    def check_free(self) -> None:
+        """Raises StateError: an engine does its work already, or it has stepped."""
+        if self._bound:
+            raise StateError("this optimizer already belongs to an offloaded model")
+        if self._steps:
+            raise StateError("offload the model before the optimizer's first step")
+
     def bind(self, backend: Backend, loss_scale: LossScale | None) -> None:
         """Hand the work over to an engine. Called by `outcore.offload`.
 
         Raises:
             StateError: it is bound already, or has stepped.
         """
-        if self._bound:
-            raise StateError("this optimizer already belongs to an offloaded model")
-        if self._steps:
-            raise StateError("offload the model before the optimizer's first step")
+        self.check_free()
         self._backend, self._bound, self.loss_scale = backend, True, loss_scale
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -230,3 +234,13 @@ class Optimizer(torch.optim.Optimizer):
             for index, step in sorted(self._steps.items())
         }
         return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Not possible: moments and step counts lie in chunks, not in ``state``.
+
+        Raises:
+            StateError: always.
+        """
+        raise StateError(
+            "an optimizer's state can't be loaded by load_state_dict(): use outcore.save and outcore.load"
+        )

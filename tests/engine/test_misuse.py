@@ -1,0 +1,172 @@
+"""Calls that can't mean anything end in a clear error, and leave the model as it was."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import outcore
+from engine.twin import Run, assert_idle, floats, same, seeded, small, spread
+from exact.shapes import Stack
+from outcore.errors import BudgetError, ModelError, OutcoreError, StateError, UsageError
+
+ROOMY = outcore.Budget(host="256MiB")
+
+
+def test_offload_twice() -> None:
+    with spread(budget=ROOMY) as run:
+        with pytest.raises(StateError, match="offloaded already"):
+            outcore.offload(run.model, budget=ROOMY)
+        run.train(0)
+
+
+def test_offload_of_a_part_of_an_offloaded_model() -> None:
+    """Its parameters have no values there to start from."""
+    with spread(budget=ROOMY) as run:
+        for part in (run.model.blocks, nn.Sequential(run.model.embed, nn.Linear(160, 2))):
+            with pytest.raises(StateError, match="offloaded already"):
+                outcore.offload(part, budget=ROOMY)
+        run.train(0)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="a released model's parameters read as NaN, and its forward says nothing"
+)
+def test_forward_after_release() -> None:
+    model = seeded(small)
+    outcore.offload(model, budget=ROOMY)
+    outcore.release(model)
+    with pytest.raises(StateError, match="released"):
+        model(floats(1).bfloat16())
+
+
+def test_backward_after_release() -> None:
+    model = seeded(small)
+    optimizer = outcore.AdamW(model.parameters())
+    outcore.offload(model, optimizer, budget=ROOMY)
+    loss = model(floats(1)).float().square().mean()
+    outcore.release(model)
+    with pytest.raises(StateError, match="released"):
+        loss.backward()
+
+
+READS: dict[str, Callable[[Run], Any]] = {
+    "state_dict": lambda run: run.model.state_dict(),
+    "state_dict of a part": lambda run: run.model.blocks[0].state_dict(),
+    "deepcopy": lambda run: copy.deepcopy(run.model),
+    "deepcopy of a part": lambda run: copy.deepcopy(run.model.blocks[0]),
+    "save": lambda run: torch.save(run.model, io.BytesIO()),
+    "load_state_dict": lambda run: run.model.load_state_dict(small().state_dict()),
+    "load_state_dict, assign": lambda run: run.model.load_state_dict(small().state_dict(), assign=True),
+    "load_state_dict of a part": lambda run: run.model.head.load_state_dict(small().head.state_dict()),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_values_are_not_taken_from_or_given_to_closed_parameters(name: str) -> None:
+    with spread(budget=ROOMY) as run:
+        run.train(0)
+        with pytest.raises(StateError, match="offloaded"):
+            READS[name](run)
+        run.train(1)
+
+
+def test_use_after_release() -> None:
+    model = seeded(small)
+    optimizer = outcore.AdamW(model.parameters())
+    outcore.offload(model, optimizer, budget=ROOMY)
+    run = Run(model, optimizer, torch.bfloat16, None)
+    run.train(0)
+    outcore.release(model)
+    outcore.release(model)
+    for call in (outcore.snapshot, lambda m: list(outcore.weights(m))):
+        with pytest.raises(StateError, match="not offloaded"):
+            call(model)
+    with pytest.raises(StateError), outcore.gather(model):
+        pass
+
+
+class Outside(Stack):
+    """The root uses a parameter of a unit that it does not call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.hidden(x), self.head.weight)
+
+
+class Stolen(Stack):
+    """The root reads a closed parameter in a roundabout way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.hidden(x) * self.blocks[0].norm.weight.detach()[None].t().t()
+
+
+@pytest.mark.parametrize("kind", [Outside, Stolen])
+@pytest.mark.parametrize("evaluation", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_parameter_used_outside_of_its_module(kind: type[Stack], evaluation: Any, tmp_path: Path) -> None:
+    with spread(lambda: kind(3), budget=outcore.Budget(host="3MiB", disk=tmp_path)) as run:
+        with evaluation(), pytest.raises(ModelError, match=r"weight was used outside.*units="):
+            run.loss(0)
+        assert run.engine is not None
+        assert_idle(run.engine)
+
+
+@pytest.mark.parametrize("names", [["block"], ["blocks.7"], ["embed", "tail*"], [""]])
+def test_units_that_do_not_exist(names: list[str]) -> None:
+    with pytest.raises(ModelError, match="no module"), spread(units=names, budget=ROOMY):
+        pass
+
+
+def test_a_list_that_nobody_calls_is_no_unit() -> None:
+    with pytest.raises(ModelError, match="ModuleList"), spread(units=["blocks"], budget=ROOMY):
+        pass
+
+
+def test_units_within_each_other() -> None:
+    with pytest.raises(ModelError, match="within each other"), spread(units=["blocks.0", "blocks.0.up"]):
+        pass
+
+
+@pytest.mark.parametrize("names", [["blocks.*"], ["*.up", "*.down"], ["embed", "head", "blocks.[01]"]])
+def test_named_units(names: list[str], tmp_path: Path) -> None:
+    same(lambda run: run.train(0, 1), tmp_path, units=names, tight="4MiB")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"chunk_size": 0}, {"chunk_size": -5}, {"chunk_size": "much"}, {"chunk_size": 1}, {"device": "nowhere"}],
+)
+def test_settings_without_a_meaning_leave_the_model_alone(settings: dict[str, Any]) -> None:
+    model = seeded(small)
+    with pytest.raises(OutcoreError):
+        outcore.offload(model, budget=ROOMY, **settings)
+    assert model(floats(0)).isfinite().all()
+
+
+def test_a_budget_that_is_too_small_leaves_the_model_alone(tmp_path: Path) -> None:
+    model = seeded(small)
+    optimizer = outcore.AdamW(model.parameters())
+    with pytest.raises(BudgetError):
+        outcore.offload(model, optimizer, budget=outcore.Budget(host="100KiB", disk=tmp_path))
+    assert model(floats(0)).isfinite().all()
+    outcore.offload(model, optimizer, budget=ROOMY)
+    outcore.release(model)
+
+
+def test_torchs_own_optimizer_is_refused() -> None:
+    model = seeded(small)
+    with pytest.raises(UsageError, match=r"outcore\.Foreign\(torch\.optim\.AdamW"):
+        outcore.offload(model, torch.optim.AdamW(model.parameters()), budget=ROOMY)
+    assert model(floats(0)).isfinite().all()
+
+
+def test_a_model_without_parameters() -> None:
+    with pytest.raises(ModelError, match="no parameters"):
+        outcore.offload(nn.Sequential(nn.ReLU()), budget=ROOMY)
