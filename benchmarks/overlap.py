@@ -23,9 +23,8 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from emulated import accelerator
-
 import outcore
+from emulated import accelerator
 from outcore.engine import engine_of
 
 
@@ -102,9 +101,7 @@ def main() -> None:
         bytes_in = (ahead.moved() - before) / options.rounds
         gbps = bytes_in / free / 1e9
         accelerator.load()
-        accelerator.configure(
-            capacity=8 << 30, checker=False, poison=False, h2d_gbps=gbps, d2h_gbps=gbps
-        )
+        accelerator.configure(capacity=8 << 30, checker=False, poison=False, h2d_gbps=gbps, d2h_gbps=gbps)
         times: dict[str, list[float]] = {"ahead": [], "behind": []}
         for _ in range(options.rounds):
             times["ahead"].append(ahead.step())

@@ -62,13 +62,15 @@ class Restore:
         self._reader = reader
         self._optimizer = optimizer
         manifest = reader.manifest
+        if optimizer is not None and manifest.optimizer is None:
+            raise CheckpointError("the checkpoint was saved without an optimizer: load it without one too")
         self._parameters = match_parameters(engine, manifest, optimizer is not None)
         self._buffers = match_buffers(engine, manifest)
         self._ours = {theirs: name for name, (theirs, _) in self._parameters.items()}
-        self._stored: StoredOptimizer | None = None
-        if optimizer is not None:
+        self._stored = None if optimizer is None else manifest.optimizer
+        if optimizer is not None and self._stored is not None:
             names = {name: theirs for name, (theirs, _) in self._parameters.items()}
-            self._stored = match_optimizer(engine, optimizer, manifest.optimizer, names)
+            match_optimizer(engine, optimizer, self._stored, names)
 
     def run(self) -> Any:
         """Load; returns ``extra``."""

@@ -128,18 +128,16 @@ def match_buffers(engine: Engine, manifest: Manifest) -> dict[str, torch.Tensor]
 
 
 def match_optimizer(
-    engine: Engine, optimizer: Optimizer, stored: StoredOptimizer | None, theirs: Mapping[str, str]
-) -> StoredOptimizer:
-    """The stored optimizer, which is of the same class and has the same groups.
+    engine: Engine, optimizer: Optimizer, stored: StoredOptimizer, theirs: Mapping[str, str]
+) -> None:
+    """Check that the stored optimizer is of the same class and has the same groups.
 
     Args:
         theirs: the model's parameter names to those in the checkpoint.
 
     Raises:
-        CheckpointError: it is another, or there is none.
+        CheckpointError: it is another.
     """
-    if stored is None:
-        raise CheckpointError("the checkpoint was saved without an optimizer: load it without one too")
     if stored.kind != kind_of(optimizer):
         raise CheckpointError(f"the checkpoint is of {stored.kind}, the optimizer is {kind_of(optimizer)}")
     names = names_by_number(engine)
@@ -154,4 +152,3 @@ def match_optimizer(
             f"the optimizer's {len(groups)} parameter groups are not the checkpoint's {len(stored.groups)}: "
             "the same parameters must be in the same order"
         )
-    return stored

@@ -54,6 +54,7 @@ def _run(
     import torch
 
     import outcore
+    from outcore.cli.interrupts import Interrupts
     from outcore.cli.plan import model_line, tiers
     from outcore.integrations.transformers import build
     from outcore.report.console import make_console, show_plan
@@ -73,15 +74,28 @@ def _run(
             f"{ids.shape[1]} tokens of prompt and {count} new ones are more than the {built.positions} "
             f"positions of {name}: shorten one of them"
         )
-    outcore.offload(built.model, budget=budget, precision=precision, device=device, weights=built.weights)
-    try:
-        lines = {"model": model_line(built, seed), **tiers(built, [str(d.path) for d in budget.disks()])}
-        show_plan(make_console(stderr=True), lines)
-        torch.manual_seed(seed)
-        how = {"do_sample": True, "temperature": temperature} if temperature > 0 else _GREEDY
-        out = built.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **how)
-    finally:
-        outcore.release(built.model)
+    with Interrupts() as interrupts:
+
+        def stop(tokens: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
+            interrupts.check()
+            return torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+
+        outcore.offload(built.model, budget=budget, precision=precision, device=device, weights=built.weights)
+        try:
+            interrupts.check()
+            lines = {"model": model_line(built, seed), **tiers(built, [str(d.path) for d in budget.disks()])}
+            show_plan(make_console(stderr=True), lines)
+            torch.manual_seed(seed)
+            how = {"do_sample": True, "temperature": temperature} if temperature > 0 else _GREEDY
+            out = built.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=count,
+                stopping_criteria=[stop],
+                **how,
+            )
+        finally:
+            outcore.release(built.model)
     return str(built.tokenizer.decode(out[0], skip_special_tokens=True))
 
 

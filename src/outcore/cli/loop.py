@@ -10,6 +10,7 @@ import torch
 
 import outcore
 from outcore.cli.batches import Batches
+from outcore.cli.interrupts import Interrupts
 from outcore.report.step import Step
 
 
@@ -22,6 +23,7 @@ def train(
     steps: int,
     accumulate: int,
     clip: float,
+    interrupts: Interrupts,
 ) -> Iterator[Step]:
     """Take optimizer steps, and yield each one's measurements as it ends.
 
@@ -29,6 +31,7 @@ def train(
         model: offloaded; called with ``input_ids`` and ``labels``, gives a ``loss``.
         accumulate: micro-batches of a step; each counts alike.
         clip: largest norm of the gradient, 0 for no clipping.
+        interrupts: asked between passes.
     """
     for number in range(1, steps + 1):
         before = outcore.snapshot(model)
@@ -36,8 +39,11 @@ def train(
         losses, tokens = [], 0
         for _ in range(accumulate):
             ids = torch.from_numpy(batches.next()).to(device)
+            interrupts.check()
             loss = model(input_ids=ids, labels=ids).loss
+            interrupts.check()
             optimizer.backward(loss / accumulate if accumulate > 1 else loss)
+            interrupts.check()
             losses.append(loss.detach())
             tokens += ids.numel()
         norm = float(optimizer.clip_grad_norm_(clip)) if clip > 0 else None

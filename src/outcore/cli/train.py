@@ -131,6 +131,7 @@ def run(settings: Settings) -> None:
 
     import outcore
     from outcore.cli import loop
+    from outcore.cli.interrupts import Interrupts
     from outcore.cli.plan import describe
     from outcore.cli.recipes import learning_rate, make, recipe
     from outcore.integrations.transformers import build
@@ -157,37 +158,40 @@ def run(settings: Settings) -> None:
     lr = settings.lr or learning_rate(found, built.name, built.weights is not None)
     torch.manual_seed(settings.seed)
     optimizer = make(found, built.model.parameters(), lr)
-    outcore.offload(
-        built.model,
-        optimizer,
-        budget=budget,
-        precision=precision,
-        activations=activations,
-        device=device,
-        weights=built.weights,
-    )
-    try:
-        show_plan(console, describe(settings, built, said, lr, device))
-        steps = []
-        with metrics, Progressed(console, settings.steps) as progress:
-            for step in loop.train(
-                built.model,
-                optimizer,
-                batches,
-                device=device,
-                steps=settings.steps,
-                accumulate=settings.accumulate,
-                clip=settings.clip,
-            ):
-                metrics.write(step)
-                if trained is not None and step.number == 1:
-                    trained.save(settings.log_dir / "tokenizer.json")
-                progress.show(step)
-                steps.append(step)
-        show_end(console, steps)
-        console.print(f"metrics in {settings.log_dir}")
-    finally:
-        outcore.release(built.model)
+    with Interrupts() as interrupts:
+        outcore.offload(
+            built.model,
+            optimizer,
+            budget=budget,
+            precision=precision,
+            activations=activations,
+            device=device,
+            weights=built.weights,
+        )
+        try:
+            interrupts.check()
+            show_plan(console, describe(settings, built, said, lr, device))
+            steps = []
+            with metrics, Progressed(console, settings.steps) as progress:
+                for step in loop.train(
+                    built.model,
+                    optimizer,
+                    batches,
+                    device=device,
+                    steps=settings.steps,
+                    accumulate=settings.accumulate,
+                    clip=settings.clip,
+                    interrupts=interrupts,
+                ):
+                    metrics.write(step)
+                    if trained is not None and step.number == 1:
+                        trained.save(settings.log_dir / "tokenizer.json")
+                    progress.show(step)
+                    steps.append(step)
+            show_end(console, steps)
+            console.print(f"metrics in {settings.log_dir}")
+        finally:
+            outcore.release(built.model)
 
 
 def _named(model: str) -> Path:

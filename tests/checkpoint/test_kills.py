@@ -1,0 +1,28 @@
+"""Fifty kills at random moments: nothing is lost, nothing is left, and the result is the same to the bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_fifty_kills(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "benchmarks" / "kill_loop.py"),
+            "--kills",
+            "50",
+            "--folder",
+            str(tmp_path),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "50 kills" in done.stdout
