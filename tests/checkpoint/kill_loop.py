@@ -23,9 +23,7 @@ import outcore
 import outcore.optim.kernels.compiled
 from checkpoint.killed import run
 
-    """Start the run and kill it after a random time, 0.3 to 1 times ``longest`` seconds, again and again.
 
-    Then let it end.
 def kill_loop(folder: Path, kills: int, steps: int, seed: int, longest: float) -> dict[str, int]:
     """Start the run, kill it after a random time up to ``longest`` seconds, again and again; then let it end.
 
