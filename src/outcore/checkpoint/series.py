@@ -16,7 +16,7 @@ from outcore.checkpoint.files import reading
 from outcore.checkpoint.load import load
 from outcore.checkpoint.reader import opened, verify
 from outcore.checkpoint.save import save
-from outcore.checkpoint.writer import discard
+from outcore.checkpoint.writer import discard, sweep
 from outcore.errors import CheckpointError, DiskReadError, TierError, UsageError
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})", re.ASCII)
@@ -102,6 +102,8 @@ class Checkpoints:
     ) -> tuple[int, Any] | None:
         """Load the newest checkpoint that can be loaded; each damaged one gives a `RuntimeWarning`.
 
+        What dead writers left in the directory is removed first, as it is by each save.
+
         Returns:
             Its step and its ``extra``, or ``None`` if there is no checkpoint at all.
 
@@ -109,6 +111,7 @@ class Checkpoints:
             CheckpointError, DiskReadError: there are some and none can be loaded: that of the newest.
             ModelError, StateError: see `outcore.load`.
         """
+        sweep(seam.SYSTEM, self._directory)
         failure: TierError | None = None
         for step in reversed(self.steps()):
             try:
