@@ -22,15 +22,24 @@ run()
 """
 
 
-def test_the_first_is_noted_and_raised_at_the_check(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_is_noted_and_raised_at_the_check(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT)
-    with Interrupts() as interrupts:
-        interrupts.check()
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
+    try:
+        with Interrupts() as interrupts:
             interrupts.check()
+            os.kill(os.getpid(), signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                interrupts.check()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "once more to stop at once" in capfd.readouterr().err
+
+
+def test_without_any_the_handler_is_put_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupts():
+        assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
-    assert "once more to stop at once" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -46,7 +55,8 @@ def test_a_run_that_reads_and_writes_a_disk_stops(tmp_path: Path, times: int) ->
     ) as process:
         try:
             until = time.monotonic() + 120
-            while not (tmp_path / "log" / "metrics.jsonl").exists() and time.monotonic() < until:
+            line = tmp_path / "log" / "metrics.jsonl"
+            while not (line.exists() and line.stat().st_size) and time.monotonic() < until:
                 time.sleep(0.05)
             for _ in range(times):
                 process.send_signal(signal.SIGINT)
@@ -54,7 +64,7 @@ def test_a_run_that_reads_and_writes_a_disk_stops(tmp_path: Path, times: int) ->
             _, said = process.communicate(timeout=60)
         finally:
             process.kill()
-    assert process.returncode == 130
+    assert process.returncode == 130, said
     assert "Traceback" not in said
     assert {path.name for path in tmp_path.iterdir()} == {"log", "words.txt"}
     assert metrics(tmp_path / "log")[0]["step"] == 1

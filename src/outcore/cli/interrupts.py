@@ -16,11 +16,14 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-from outcore.cli.failures import INTERRUPTED, say
+from outcore.cli.failures import INTERRUPTED
 
 
 class Interrupts:
-    """While it is entered, in the main thread, Ctrl-C waits for the next `check`."""
+    """While it is entered, in the main thread, Ctrl-C waits for the next `check`.
+
+    Once there was one, it stays in charge: another may come while the run is closing.
+    """
 
     def __init__(self) -> None:
         self._asked = False
@@ -34,7 +37,7 @@ class Interrupts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._before is not None:
+        if self._before is not None and not self._asked:
             signal.signal(signal.SIGINT, self._before)
 
     def check(self) -> None:
@@ -52,4 +55,6 @@ class Interrupts:
                 os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the progress bar had hidden the cursor
             os._exit(INTERRUPTED)
         self._asked = True
-        say("stopping at the end of this pass; once more to stop at once")
+        os.write(
+            2, b"outcore: stopping at the end of this pass; once more to stop at once\n"
+        )  # print may be at work
