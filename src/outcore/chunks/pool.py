@@ -29,6 +29,9 @@ from outcore.memory.disk import DiskTier
 from outcore.memory.ledger import Ledger
 
 
+UNDER_WAY = frozenset({Residence.READING, Residence.WRITING})
+
+
 class Access(Enum):
     """What a guard may do with the bytes."""
 
@@ -143,11 +146,20 @@ class Pool:
                 self._trim()
 
     def _trim(self) -> None:
-        for chunk in list(self._evictable()):
-            if chunk.residence is Residence.CLEAN:
-                self._drop(chunk, Residence.DISK)
-            else:
-                self._begin_write(chunk)
+        """Evict all that is not in use, and wait until its bytes are given back.
+
+        A write that is still under way holds its bytes: what is allocated meanwhile would come on top.
+        """
+        while True:
+            for chunk in list(self._evictable()):
+                if chunk.residence is Residence.CLEAN:
+                    self._drop(chunk, Residence.DISK)
+                else:
+                    self._begin_write(chunk)
+            if not any(chunk.pins == 0 and chunk.residence in UNDER_WAY for chunk in self._resident):
+                return
+            with self._ledger.waiting("disk write"):
+                self._changed.wait()
 
     # -- guards -----------------------------------------------------------------------------------
 
