@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 import pytest
-from faulty import FaultyFile
 
+from faulty import FaultyFile
 from outcore.chunks.chunk import Chunk, Kind
 from outcore.chunks.pool import Access, Pool
 from outcore.chunks.replacers import LRU

@@ -28,7 +28,6 @@ from outcore.errors import BudgetError, StateError, TierError
 from outcore.memory.disk import DiskTier
 from outcore.memory.ledger import Ledger
 
-
 UNDER_WAY = frozenset({Residence.READING, Residence.WRITING})
 
 
