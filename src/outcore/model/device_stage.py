@@ -188,11 +188,19 @@ class DeviceStage:
             self._free(unit)
 
     def _lift(self, unit: Unit) -> None:
-        """Copy a unit's parameters to the device, chunk by chunk, on the copy-in stream."""
+        """Copy a unit's parameters to the device; one that can't be brought whole is not there."""
         frame = self._frames[unit]
-        stream = self._streams.copy_in
         frame.here = True
         self._ledger.hold("device", unit_bytes(unit))
+        try:
+            self._copy_in(unit, frame)
+        except BaseException:
+            self._free(unit)
+            raise
+
+    def _copy_in(self, unit: Unit, frame: Frame) -> None:
+        """Fill a frame chunk by chunk on the copy-in stream."""
+        stream = self._streams.copy_in
         for store, flat in zip(unit.stores, frame.flats, strict=True):
             with stream:
                 flat.untyped_storage().resize_(store.run.numel * store.run.dtype.itemsize)
