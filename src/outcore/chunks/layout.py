@@ -80,6 +80,11 @@ class Run:
     def chunks(self) -> int:
         return len(self.cuts)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, without padding to pages."""
+        return self.numel * self.dtype.itemsize
+
     def extent(self, chunk: int) -> tuple[int, int]:
         """First and one past the last element of a chunk within the run."""
         last = chunk + 1 == len(self.cuts)

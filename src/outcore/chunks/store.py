@@ -125,7 +125,7 @@ def build(name: str, run: Run, planes: Sequence[PlaneType], span: Span, working:
 
 def span_bytes(run: Run) -> int:
     """Host addresses a run's parameters need."""
-    return pages(run.numel * run.dtype.itemsize)
+    return pages(run.nbytes)
 
 
 def pages(nbytes: int) -> int:

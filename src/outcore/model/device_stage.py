@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 
 from outcore.chunks.pool import Access, Guard, Pool
-from outcore.chunks.store import RunStore
 from outcore.errors import BudgetError
 from outcore.memory.device import Streams
 from outcore.memory.ledger import Ledger
@@ -203,7 +202,7 @@ class DeviceStage:
         stream = self._streams.copy_in
         for store, flat in zip(unit.stores, frame.flats, strict=True):
             with stream:
-                flat.untyped_storage().resize_(store.run.numel * store.run.dtype.itemsize)
+                flat.untyped_storage().resize_(store.run.nbytes)
             for k in range(store.run.chunks):
                 self._settle(store.parameters[k].nbytes)
                 guard = self._pool.guard([store.parameters[k]], Access.READ)
@@ -258,7 +257,7 @@ class DeviceStage:
         """Bytes that gradients will take beside a unit lifted ahead, so that they don't push it out again."""
         if phase != "backward":
             return 0
-        largest = max((store_bytes(s) for s in unit.stores if s.run.trained), default=0)
+        largest = max((s.run.nbytes for s in unit.stores if s.run.trained), default=0)
         return max(0, largest - self._descent.held)
 
     # -- the waits, one by one --------------------------------------------------------------------
@@ -283,7 +282,7 @@ class DeviceStage:
 
     def collect(self, unit: Unit, binding: Binding, gradient: torch.Tensor) -> None:
         if not self._descent.has_buffer(binding.store):
-            self._make_room(store_bytes(binding.store))
+            self._make_room(binding.store.run.nbytes)
         self._descent.collect(binding, gradient)
 
     def gradients_complete(self, unit: Unit) -> None:
@@ -310,9 +309,4 @@ class DeviceStage:
 
 def unit_bytes(unit: Unit) -> int:
     """Bytes of a unit's frame: its parameters without padding to pages."""
-    return sum(store_bytes(store) for store in unit.stores)
-
-
-def store_bytes(store: RunStore) -> int:
-    """Bytes of a run on the device."""
-    return store.run.numel * store.run.dtype.itemsize
+    return sum(store.run.nbytes for store in unit.stores)

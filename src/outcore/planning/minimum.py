@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from outcore.chunks.chunk import Chunk
-from outcore.chunks.layout import Run
 from outcore.errors import BudgetError
 from outcore.memory.sizes import format_size
 from outcore.model.unit import Unit
@@ -41,8 +40,8 @@ def needs(units: Sequence[Unit], points: Sequence[Point]) -> Needs:
     working, largest, device = 0, "", 0
     for point in points:
         opened = {units[i] for i in point.units} | base
-        frames = sum(run_bytes(s.run) for u in opened for s in u.stores)
-        runs = [run_bytes(s.run) for u in opened for s in u.stores if s.run.trained]
+        frames = sum(s.run.nbytes for u in opened for s in u.stores)
+        runs = [s.run.nbytes for u in opened for s in u.stores if s.run.trained]
         device = max(device, frames + max(runs, default=0))
         nbytes = sum(u.nbytes for u in opened) + max((_gradient(u) for u in opened), default=0)
         if nbytes > working:
@@ -125,11 +124,6 @@ def _update(unit: Unit) -> int:
 
 def _bytes(chunks: Iterable[Chunk]) -> int:
     return sum(chunk.nbytes for chunk in chunks)
-
-
-def run_bytes(run: Run) -> int:
-    """Bytes of a run's parameters without padding to pages."""
-    return run.numel * run.dtype.itemsize
 
 
 def _inside(inner: Point, outer: Point) -> bool:
