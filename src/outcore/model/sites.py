@@ -15,6 +15,7 @@ from outcore.chunks.pool import Pool
 from outcore.chunks.store import Reserve, RunStore, Span, span_bytes
 from outcore.memory.budget import Limits
 from outcore.memory.device import Streams
+from outcore.memory.heap import give_back
 from outcore.memory.host import Region, reserve
 from outcore.memory.ledger import Ledger
 from outcore.memory.pinned import PinnedMemory
@@ -78,7 +79,8 @@ class HostSite:
         return HostStage(pool, self._spans, gradients)
 
     def gauge(self, stage: Stage, pool: Pool, ledger: Ledger, roomy: bool, outside: Outside) -> Gauge:
-        return MeteredGauge(self.device, "host", pool, ledger, self._limits.host, roomy, outside)
+        settled = _nothing if roomy else give_back
+        return MeteredGauge(self.device, "host", pool, ledger, self._limits.host, roomy, outside, settled)
 
 
 class DeviceSite:
@@ -112,4 +114,8 @@ class DeviceSite:
 
     def gauge(self, stage: Stage, pool: Pool, ledger: Ledger, roomy: bool, outside: Outside) -> Gauge:
         assert isinstance(stage, DeviceStage)
-        return MeteredGauge(self.device, "device", stage, ledger, self._budget, False, outside)
+        return MeteredGauge(self.device, "device", stage, ledger, self._budget, False, outside, _nothing)
+
+
+def _nothing() -> None:
+    pass

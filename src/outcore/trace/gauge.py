@@ -23,7 +23,6 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from outcore.errors import BudgetError
-from outcore.memory.heap import give_back
 from outcore.memory.ledger import Ledger, Tier
 from outcore.trace.meter import Meter
 from outcore.trace.profile import Profile
@@ -71,6 +70,7 @@ class MeteredGauge:
         budget: bytes of that tier.
         roomy: whether all chunks together take a small part of the budget.
         outside: called with the storage address of every tensor an operator reads, in measured laps.
+        settled: called when a lap is over, to give back what its activations left behind.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class MeteredGauge:
         budget: int,
         roomy: bool,
         outside: Callable[[int], None],
+        settled: Callable[[], None],
     ) -> None:
         self._device = device
         self._tier: Tier = tier
@@ -90,6 +91,7 @@ class MeteredGauge:
         self._budget = budget
         self._roomy = roomy
         self._outside = outside
+        self._settled = settled
         self._known: dict[Hashable, Profile] = {}
         self._profile: Profile | None = None
         self._position = 0
@@ -104,11 +106,6 @@ class MeteredGauge:
     def largest(self) -> int:
         """The highest peak of any kind of lap measured so far, in bytes."""
         return max((known.peak for known in self._known.values()), default=0)
-
-    @property
-    def measuring(self) -> bool:
-        """Whether the current lap is being measured."""
-        return self._meter is not None
 
     def begin(self, key: Hashable, size: int) -> None:
         self.end()
@@ -127,7 +124,7 @@ class MeteredGauge:
         if modes and not isinstance(modes[-1], Meter):
             return
         self._inference = torch.is_inference_mode_enabled()
-        self._owner.hold_idle(self._roomy or known is not None)
+        self._owner.hold_idle(self._roomy)
         self._meter = Meter(self._device, self._outside, self._grown)
         self._meter.__enter__()  # type: ignore[no-untyped-call]
 
@@ -186,8 +183,7 @@ class MeteredGauge:
             if not self._refused:  # what did not fit is no measure for what does
                 self._known[self._key] = self._profile
             self._over(self._meter)
-        if not self._roomy and self._tier == "host":
-            give_back()
+        self._settled()
 
     def _over(self, meter: Meter) -> None:
         self._reserve(meter.live, meter.live)

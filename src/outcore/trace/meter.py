@@ -2,9 +2,9 @@
 
 [Note: Rehearsal]
 The first lap of each kind runs under a dispatch mode that charges every storage once, when it first appears
-as an output, and credits it when it is freed (validated against the peak of the resident set in
-`benchmarks`). Laps known already run without it. The mode sees every operator's arguments too, so it also
-finds a parameter that is used outside the module that owns it, which would otherwise read as NaN.
+as an output, and credits it when it is freed (`docs/limits.md` says what it can't see). Laps known already run
+without it. The mode sees every operator's arguments too, so it also finds a parameter that is used outside
+the module that owns it, which would otherwise read as NaN.
 """
 
 from __future__ import annotations
