@@ -87,7 +87,7 @@ class Engine:
         roomy = 2 * found.total <= limits.host
         self.gauge = site.gauge(self.stage, self.pool, self.ledger, roomy, self._outside)
         self.residency = Residency(self.stage, self.clock, self.gradients, self.gauge)
-        self.backward = BackwardPass(self.residency, self.stage.gradients_complete, self._backward_over)
+        self.backward = BackwardPass(self.residency, self.stage.gradients_complete)
         self.pipeline = (
             None
             if self.rule is None
@@ -205,9 +205,6 @@ class Engine:
                 f"the parameter {name} was used outside of the module that owns it: name a module that covers "
                 "its use as a unit, offload(..., units=[...])"
             )
-
-    def _backward_over(self) -> None:
-        pass
 
     def _refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if any(unit.opened == 0 for unit in self.units):

@@ -209,8 +209,8 @@ def _batches(
 ) -> tuple[Batches, Trained | None, str]:
     """The data, the tokenizer if one had to be trained, and what there is to say about them."""
     from outcore.cli.batches import Batches
-    from outcore.cli.heap import trim
     from outcore.cli.tokens import Given, Trained, token_file
+    from outcore.memory.heap import give_back
 
     trained = None if built.tokenizer is not None else Trained(texts, built.vocabulary)
     with console.status("reading the data") as status:
@@ -220,7 +220,7 @@ def _batches(
             built.vocabulary,
             lambda done: status.update(f"reading the data: {done:,} characters"),
         )
-    trim()
+    give_back()
     batches = Batches(tokens, settings.seq_len, settings.batch_size, settings.seed)
     whose = "the model's tokenizer" if trained is None else f"a tokenizer of {trained.size:,} trained on it"
     skipped = f", {texts.skipped} files skipped that are not text" if texts.skipped else ""

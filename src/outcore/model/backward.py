@@ -42,15 +42,11 @@ class BackwardPass:
     Args:
         residency: opens and closes units.
         complete: called with a unit when no more of its gradients will come from this pass.
-        finished: called at the end of each pass.
     """
 
-    def __init__(
-        self, residency: Residency, complete: Callable[[Unit], None], finished: Callable[[], None]
-    ) -> None:
+    def __init__(self, residency: Residency, complete: Callable[[Unit], None]) -> None:
         self._residency = residency
         self._complete = complete
-        self._finished = finished
         self._open: dict[Call, None] = {}
         self._awaited: dict[Unit, set[int]] = {}
         self._started = False
@@ -101,7 +97,7 @@ class BackwardPass:
     def _start(self) -> None:
         if not self._started:
             self._started = True
-            Variable._execution_engine.queue_callback(self._end)
+            Variable._execution_engine.queue_callback(self.reset)
 
     def _await(self, unit: Unit) -> None:
         if unit not in self._awaited:
@@ -126,10 +122,6 @@ class BackwardPass:
         del self._open[call]
         for unit in call.units:
             self._residency.leave(unit)
-
-    def _end(self) -> None:
-        self.reset()
-        self._finished()
 
     def reset(self) -> None:
         """Close what is still open: the end of a pass, or the rest of one that raised."""

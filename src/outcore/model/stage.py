@@ -67,8 +67,7 @@ class HostStage:
         self._guards: dict[Unit, Guard] = {}
         self._occupied = 0
         self._flats = {
-            store: span.tensor[: store.run.nbytes].view(store.run.dtype)
-            for store, span in spans.items()
+            store: span.tensor[: store.run.nbytes].view(store.run.dtype) for store, span in spans.items()
         }
 
     def views(self, unit: Unit) -> Sequence[torch.Tensor]:
