@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from outcore.chunks.layout import Entry, lay_out
 from outcore.chunks.pool import Pool
@@ -45,6 +46,9 @@ from outcore.trace.schedule import Schedule
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 """The model's hooks own the engine, so that a model that is dropped takes files and threads with it."""
+
+_released: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
+"""Models whose values are gone, and the hook that says so."""
 
 
 class Engine:
@@ -327,6 +331,11 @@ def offload(
     """
     if model in _engines:
         raise StateError("this model is offloaded already")
+    if model in _released and weights is None:
+        raise StateError(
+            "this model was released and its parameters have no values: build it again, or give "
+            "offload(..., weights=directory)"
+        )
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise UsageError(
             f"offload() needs one of outcore's optimizers, not {type(optimizer).__name__}: use outcore.AdamW and "
@@ -368,6 +377,8 @@ def offload(
         engine.shut()
         raise
     _engines[model] = weakref.ref(engine)
+    if model in _released:
+        _released.pop(model).remove()
     return model
 
 
@@ -417,8 +428,17 @@ def snapshot(model: nn.Module) -> Snapshot:
 
 
 def release(model: nn.Module) -> None:
-    """Close files and threads and give all memory back. The model's parameters have no values afterwards."""
+    """Close files and threads and give all memory back.
+
+    The model's parameters have no values afterwards: calling it raises `StateError`, and only `offload` with
+    ``weights`` brings it back.
+    """
     reference = _engines.pop(model, None)
     engine = None if reference is None else reference()
     if engine is not None:
         engine.shut()
+        _released[model] = model.register_forward_pre_hook(_refuse_released)
+
+
+def _refuse_released(module: nn.Module, args: Any) -> None:
+    raise StateError("this model was released and its parameters have no values: build or load it again")
