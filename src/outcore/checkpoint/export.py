@@ -14,7 +14,7 @@ from torch import nn
 
 from outcore.checkpoint import states
 from outcore.checkpoint.files import Files, writing
-from outcore.checkpoint.model import engine_between_steps, persistent_buffers
+from outcore.checkpoint.model import engine_with, persistent_buffers
 from outcore.checkpoint.pieces import Layout, Piece
 from outcore.checkpoint.writer import Cursor, Writer, committed
 from outcore.engine import Engine
@@ -42,7 +42,7 @@ def export(model: nn.Module, path: str | PathLike[str], dtype: PrecisionName = "
         DiskFullError, DiskWriteError: the system refused; there is nothing at ``path``.
     """
     target = Precision(dtype).dtype
-    engine = engine_between_steps(model, None, open_ok=True)
+    engine = engine_with(model, None)
     engine.stage.synchronize()
     layout = Layout(SHARD_BYTES, {"format": "pt"})
     names = _names(engine)

@@ -13,11 +13,12 @@ from torch import nn
 from outcore.checkpoint import rng, states
 from outcore.checkpoint.manifest import Manifest, StoredOptimizer
 from outcore.checkpoint.model import (
-    engine_between_steps,
+    engine_with,
     match_buffers,
     match_optimizer,
     match_parameters,
     names_by_number,
+    refuse_open,
 )
 from outcore.checkpoint.reader import Reader, opened
 from outcore.checkpoint.values import decode
@@ -49,7 +50,8 @@ def load(path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Opt
         TierError: the system refused. Where the message says that the state is undefined, some tensors have
             been replaced and others not: load another checkpoint before going on.
     """
-    engine = engine_between_steps(model, optimizer, open_ok=False)
+    engine = engine_with(model, optimizer)
+    refuse_open(engine)
     with opened(Path(path)) as reader:
         return Restore(engine, reader, engine.optimizer if optimizer is not None else None).run()
 

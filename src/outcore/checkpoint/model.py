@@ -16,19 +16,27 @@ from outcore.optim.foreign import Foreign
 from outcore.optim.optimizer import Optimizer
 
 
-def engine_between_steps(model: nn.Module, optimizer: torch.optim.Optimizer | None, open_ok: bool) -> Engine:
-    """The model's engine, at a point where its state is whole.
+def engine_with(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Engine:
+    """The engine of a model and the optimizer that it was offloaded with.
 
     Raises:
-        StateError: the model is not offloaded, is in the middle of a step, or is open.
+        StateError: the model is not offloaded.
         UsageError: the optimizer is not the one it was offloaded with.
     """
     engine = engine_of(model)
     if optimizer is not None and optimizer is not engine.optimizer:
         raise UsageError("the optimizer is not the one that the model was offloaded with")
-    if not open_ok and any(unit.opened for unit in engine.units):
-        raise StateError("a checkpoint can't be loaded while parameters are open: leave outcore.gather first")
     return engine
+
+
+def refuse_open(engine: Engine) -> None:
+    """Check that no parameter is open.
+
+    Raises:
+        StateError: one is.
+    """
+    if any(unit.opened for unit in engine.units):
+        raise StateError("a checkpoint can't be loaded while parameters are open: leave outcore.gather first")
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,7 +18,7 @@ from outcore.checkpoint.manifest import (
     StoredParameter,
     StoredScale,
 )
-from outcore.checkpoint.model import engine_between_steps, kind_of, names_by_number, persistent_buffers
+from outcore.checkpoint.model import engine_with, kind_of, names_by_number, persistent_buffers
 from outcore.checkpoint.pieces import Layout, Piece
 from outcore.checkpoint.values import Put, encode
 from outcore.checkpoint.writer import Writer, committed
@@ -52,7 +52,7 @@ def save(
         StateError: the model is not offloaded, or gradients wait for a step.
         DiskFullError, DiskWriteError: the system refused; there is nothing at ``path``, and training can go on.
     """
-    engine = engine_between_steps(model, optimizer, open_ok=True)
+    engine = engine_with(model, optimizer)
     engine.stage.synchronize()
     if engine.present():
         raise StateError("a checkpoint is saved between steps, and gradients are waiting: step() first")
