@@ -28,6 +28,9 @@ from outcore.model.policies import Activations, Precision
 from outcore.optim.foreign import Foreign
 from outcore.optim.optimizer import Optimizer
 from outcore.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
+from outcore.planning.machine import Machine
+from outcore.planning.plan import Plan
+from outcore.planning.planner import plan
 
 __version__ = "0.1.0"
 
@@ -41,13 +44,16 @@ __all__ = [
     "Checkpoints",
     "Foreign",
     "Lion",
+    "Machine",
     "Optimizer",
+    "Plan",
     "Precision",
     "Snapshot",
     "export",
     "gather",
     "load",
     "offload",
+    "plan",
     "release",
     "save",
     "snapshot",

@@ -10,6 +10,8 @@ import typer
 
 from outcore.cli.failures import INTERRUPTED, reported
 from outcore.cli.generate import generate
+from outcore.cli.planning import plan
+from outcore.cli.profiling import profile
 from outcore.cli.train import train
 
 app = typer.Typer(
@@ -21,6 +23,8 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(generate)
+app.command()(plan)
+app.command()(profile)
 
 
 def _version(wanted: bool) -> None:

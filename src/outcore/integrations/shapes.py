@@ -72,9 +72,7 @@ def shape(name: str | os.PathLike[str]) -> Built:
         config = SHAPES[text]()
     elif text in PRESETS and not path.exists():
         config = preset(text)
-    elif path.is_dir():
-        config = config_of(path)
-    elif path.suffix == ".json" and path.is_file():
+    elif path.is_dir() or (path.suffix == ".json" and path.is_file()):
         config = config_of(path)
     else:
         known = ", ".join((*PRESETS, *SHAPES))

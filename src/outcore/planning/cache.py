@@ -11,17 +11,14 @@ import heapq
 from collections.abc import Sequence
 
 from outcore.chunks.chunk import Residence
+from outcore.errors import BudgetError
 from outcore.planning.flow import Disk, Piece
 from outcore.planning.route import Foresight, Route
 
 
-class Unfit(Exception):
-    """A tier can't hold what must be there at one moment."""
-
-    def __init__(self, tier: str, needed: int) -> None:
-        super().__init__(tier, needed)
-        self.tier = tier
-        self.needed = needed
+def refused(tier: str, needed: int, budget: int) -> BudgetError:
+    """What must be on a tier at one moment of a simulated run is more than its budget."""
+    return BudgetError(tier, needed, budget, "give it more, or use smaller micro-batches or recomputation")
 
 
 class Cache:
@@ -86,7 +83,7 @@ class Cache:
                 break
             self._wait("disk write")
         if self.used > ceiling:
-            raise Unfit("host", self.used + nbytes)
+            raise refused("host", self.used + nbytes, self._budget)
         self.reserved, self.ahead = nbytes, max(nbytes, ahead)
         self.peak = max(self.peak, self.used + self.reserved)
 
@@ -117,6 +114,17 @@ class Cache:
         self.waited[what] += max(0.0, end - self.now)
         self.now = max(self.now, end)
         self.disk.run(self.now)
+
+    def believe(self, route: Route, position: int) -> None:
+        """From this position on another order is expected."""
+        if route is self._route:
+            return
+        self._route, self._foresight = route, Foresight(route, position)
+        self._heap.clear()
+        for piece in self._resident:
+            if piece.pins == 0:
+                piece.next = route.next_use(piece, self.position)
+                self._offer(piece)
 
     def advance(self, position: int) -> None:
         """The run is at this tick."""
@@ -189,7 +197,7 @@ class Cache:
     def _make_room(self, nbytes: int) -> None:
         while not self._try_room(nbytes, -1, self._budget - self.reserved):
             if self.disk is None or self.disk.idle:
-                raise Unfit("host", self.used + nbytes + self.reserved)
+                raise refused("host", self.used + nbytes + self.reserved, self._budget)
             self._wait("disk write")
 
     def _try_room(self, nbytes: int, beyond: int, ceiling: int) -> bool:
@@ -213,9 +221,10 @@ class Cache:
             if piece.residence is Residence.DIRTY and self.disk is None:
                 heapq.heappop(heap)
                 continue
-            if piece.next <= self.position:  # a tick that named it passed without using it
+            now = self._route.next_use(piece, self.position)
+            if now != piece.next:  # it came into sight, or a tick that named it passed without using it
                 heapq.heappop(heap)
-                piece.next = self._route.next_use(piece, self.position)
+                piece.next = now
                 self._offer(piece)
                 continue
             if beyond >= 0 and piece.next <= beyond:
@@ -240,7 +249,7 @@ class Cache:
                 self.disk_used += piece.nbytes
                 self.disk_peak = max(self.disk_peak, self.disk_used)
                 if self.disk_used > self._disk_budget:
-                    raise Unfit("disk", self.disk_used)
+                    raise refused("disk", self.disk_used, self._disk_budget)
             piece.residence = Residence.WRITING
             self._leaving += piece.nbytes
             self.disk.submit(piece, True, now)

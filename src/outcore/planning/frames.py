@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outcore.model.device_stage import AHEAD
-from outcore.planning.cache import Cache, Unfit
+from outcore.planning.cache import Cache, refused
 from outcore.planning.flow import Link, Piece
 from outcore.planning.route import Route
 
@@ -76,7 +76,7 @@ class Frames:
         if not self._try_room(0, -1):
             self.drain()
             if not self._try_room(0, -1):
-                raise Unfit("device", self.used + nbytes)
+                raise refused("device", self.used + nbytes, self.budget)
         self._touch()
 
     def _try_room(self, nbytes: int, beyond: int) -> bool:
@@ -97,7 +97,7 @@ class Frames:
             return
         self.drain()
         if not self._try_room(nbytes, -1):
-            raise Unfit("device", self.used + self.reserved + nbytes)
+            raise refused("device", self.used + self.reserved + nbytes, self.budget)
 
     def free(self, frame: Frame) -> None:
         if frame.here:

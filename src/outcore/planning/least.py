@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from outcore.model.unit import Unit
 from outcore.model.units import Point
 from outcore.planning.minimum import needs
+from outcore.planning.outcome import Limits
 from outcore.planning.rehearsal import Trace
-from outcore.planning.simulator import Limits
 
 
 def least(
@@ -36,7 +36,9 @@ def least(
             opened.pop(index, None)
     host = max(found.working, computing) if on_host else found.working
     reserved = trace.peak + occupied if on_host else 0
-    return Limits(None if on_host else max(computing, found.device), host, max(0, found.total + reserved - host))
+    return Limits(
+        None if on_host else max(computing, found.device), host, max(0, found.total + reserved - host)
+    )
 
 
 def trace_is_backward(phase: str) -> bool:

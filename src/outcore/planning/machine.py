@@ -104,9 +104,7 @@ class Machine:
                 f"{self.name} states no FLOP/s for {dtype}: choose {known}, or add a line to its file"
             ) from None
 
-    def sized(
-        self, device: int | None = None, host: int | None = None, disk: int | None = None
-    ) -> Machine:
+    def sized(self, device: int | None = None, host: int | None = None, disk: int | None = None) -> Machine:
         """The same machine with other sizes; what is ``None`` stays.
 
         Raises:

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outcore.errors import BudgetError
 from outcore.memory.budget import Budget
 from outcore.model.policies import Activations, Precision
 from outcore.planning.machine import Machine
-from outcore.planning.simulator import Limits, Outcome
+from outcore.planning.outcome import Limits, Outcome
 from outcore.planning.strategies import Row
 from outcore.planning.subject import Facts
 
@@ -149,25 +148,6 @@ class Plan:
             f"{self.tokens:,} tokens takes {out.seconds:.3g} s ({self.tokens_per_second:,.0f} tokens/s), bound by "
             f"{self.bottleneck}; peaks: {peaks}"
         )
-
-
-class UnfitError(BudgetError):
-    """No setting that was tried fits. Says the smallest budgets that would do, and the nearest change.
-
-    Attributes:
-        least: the smallest budgets with which the settings asked for would work.
-        changes: single changes with which it fits as the machine is.
-    """
-
-    def __init__(self, tier: str, needed: int, budget: int, least: Limits, changes: Sequence[str]) -> None:
-        self.least = least
-        self.changes = tuple(changes)
-        sizes = [("device", least.device), ("host", least.host), ("disk", least.disk)]
-        said = ", ".join(f"{tier} {nbytes:,}" for tier, nbytes in sizes if nbytes)
-        remedy = f"the smallest budgets that would do are, in bytes: {said}"
-        if changes:
-            remedy += f"; or {', or '.join(changes)}"
-        super().__init__(tier, needed, budget, remedy)
 
 
 def parts(outcome: Outcome, with_compute: bool = True) -> Mapping[str, float]:

@@ -1,15 +1,8 @@
-"""plan(): the fastest settings within the budgets, by simulating those that could be it.
-
-[Note: Search]
-Settings that change a step's time are few: the micro-batch (a step's sequences in fewer passes fetch parameters less
-often, and hold more activations), whether blocks are recomputed (which makes room for chunks, and costs a forward), and
-the size of chunks. Each is simulated with all of the budgets: what is left of them holds the chunks that are used
-soonest, so there is no split to search for. What was fixed by the caller stays as it is.
-"""
+"""plan(): the fastest settings within the budgets, by simulating those that could be it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,32 +15,20 @@ from outcore.memory.sizes import format_size, parse_size
 from outcore.model.policies import Activations, ActivationsName, Precision
 from outcore.optim.optimizer import Optimizer
 from outcore.optim.optimizers import AdamW
-from outcore.planning.cache import Unfit
 from outcore.planning.least import least
 from outcore.planning.machine import Machine
 from outcore.planning.machine_file import by_name
 from outcore.planning.minimum import check, needs
-from outcore.planning.plan import Plan, UnfitError, parts
-from outcore.planning.simulator import Limits, Outcome, Simulation
+from outcore.planning.outcome import Limits, Outcome
+from outcore.planning.plan import Plan, parts
+from outcore.planning.settings import CHUNK_SIZES, Settings, candidates, dominates
+from outcore.planning.simulator import Simulation
 from outcore.planning.strategies import Sizes, table
 from outcore.planning.subject import Loss, Subject
 from outcore.planning.this import this
 
-CHUNK_SIZES = (8 << 20, 32 << 20)
-"""Sizes of chunks that are tried: the default of `outcore.offload`, and one for wide models."""
-
 PIECES = 2000
 """The most parameter chunks of a simulation. Beyond, it moves larger ones: peaks are coarser by one of them."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a search decides."""
-
-    micro_batch: int
-    accumulate: int
-    activations: ActivationsName
-    chunk_bytes: int
 
 
 @dataclass(frozen=True)
@@ -130,7 +111,9 @@ def limits_of(machine: Machine, budget: Budget | None) -> Limits:
     """
     budget = budget or Budget()
     if budget.device is not None and machine.device is None:
-        raise UsageError(f"{machine.name} computes on the CPU, where a device budget means nothing: leave it out")
+        raise UsageError(
+            f"{machine.name} computes on the CPU, where a device budget means nothing: leave it out"
+        )
     device = machine.device
     if device is not None:
         device = spare("device", device) if budget.device is None else parse_size(budget.device)
@@ -145,7 +128,9 @@ def limits_of(machine: Machine, budget: Budget | None) -> Limits:
         ("disk", disk, machine.disk),
     ):
         if asked > there:
-            raise BudgetError(tier, asked, there, f"{machine.name} has no more: ask for less, or state its size")
+            raise BudgetError(
+                tier, asked, there, f"{machine.name} has no more: ask for less, or state its size"
+            )
     return Limits(device, host, disk)
 
 
@@ -164,7 +149,7 @@ class Planner:
         """A run with these settings.
 
         Raises:
-            BudgetError, Unfit: it doesn't fit.
+            BudgetError: it doesn't fit.
         """
         subject, limits = self._subject, self._limits
         units, points = subject.layout(settings.chunk_bytes)
@@ -189,7 +174,7 @@ class Planner:
         """A run with these settings, if it fits."""
         try:
             return self.simulate(settings)
-        except (BudgetError, Unfit):
+        except BudgetError:
             return None
 
     def best(
@@ -205,11 +190,11 @@ class Planner:
         """The fastest settings.
 
         Raises:
-            UnfitError: none fits.
+            BudgetError: none fits.
         """
         found: list[_Fit] = []
-        for settings in _candidates(sequences, accumulate, micro_batch, activations, chunk_bytes):
-            if any(_dominates(fit.settings, settings) for fit in found):
+        for settings in candidates(sequences, accumulate, micro_batch, activations, chunk_bytes):
+            if any(dominates(fit.settings, settings) for fit in found):
                 continue
             outcome = self.fits(settings)
             if outcome is not None:
@@ -231,9 +216,7 @@ class Planner:
         trace = subject.trace(settings.micro_batch, settings.activations == "recompute")
         works = parts(outcome)
         bottleneck = max(works, key=works.__getitem__)
-        rows = table(
-            Sizes.of(units, subject.facts.buffers), trace, self._machine, ranks, outcome.peak
-        )
+        rows = table(Sizes.of(units, subject.facts.buffers), trace, self._machine, ranks, outcome.peak)
         limits = self._limits
         disk = (budget.disk if budget is not None else None) or None
         return Plan(
@@ -259,23 +242,26 @@ class Planner:
 
     # -- what would do ----------------------------------------------------------------------------
 
-    def _unfit(self, asked: Settings) -> UnfitError:
+    def _unfit(self, asked: Settings) -> BudgetError:
         units, points = self._subject.layout(asked.chunk_bytes)
         trace = self._subject.trace(asked.micro_batch, asked.activations == "recompute")
         low = least(units, points, trace, self._subject.occupied, self._on_host)
         limits = self._limits
-        missing = (low.device or 0) + low.host + low.disk - (limits.device or 0) - limits.host - limits.disk
-        tier, needed, there = "disk", limits.disk + max(1, missing), limits.disk
+        tier, needed, there = "disk", low.host + low.disk - limits.host, limits.disk
         if limits.device is not None and (low.device or 0) > limits.device:
             tier, needed, there = "device", low.device or 0, limits.device
-        elif low.host > limits.host:
+        elif low.host > limits.host or limits.disk == 0:
             tier, needed, there = "host", low.host, limits.host
-        else:
-            short = low.host + low.disk - limits.host - limits.disk
-            needed = limits.disk + max(1, short)
-        return UnfitError(tier, needed, there, low, list(self._changes(asked, tier, needed, there)))
+        needed = max(needed, there + 1)
+        sizes = (("device", low.device), ("host", low.host), ("disk", low.disk))
+        said = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in sizes if nbytes)
+        remedy = f"the smallest budgets that would do with {asked} are {said}"
+        changes = list(self._changes(asked, low))
+        if changes:
+            remedy += f"; as the machine is, {', or '.join(changes)}"
+        return BudgetError(tier, needed, there, remedy)
 
-    def _changes(self, asked: Settings, tier: str, needed: int, there: int) -> Iterator[str]:
+    def _changes(self, asked: Settings, low: Limits) -> Iterator[str]:
         """Single changes that make it fit, the gentlest first."""
         if asked.activations == "keep" and self.fits(replace(asked, activations="recompute")):
             yield "recompute activations"
@@ -284,48 +270,9 @@ class Planner:
             size = max(d for d in range(1, size) if whole % d == 0)
             smaller = replace(asked, micro_batch=size, accumulate=whole // size)
             if self.fits(smaller):
-                yield f"use a micro-batch of {size}, {whole // size} to a step"
+                yield f"use micro-batches of {size}"
                 break
-        grown = replace(self._limits, **{tier: needed + needed // 50})
-        trial = Planner(self._subject, self._machine, grown)
-        if trial.fits(asked):
-            yield f"give the {tier} {format_size(needed + needed // 50 - there)} more"
-
-
-def _candidates(
-    sequences: int,
-    accumulate: int,
-    micro_batch: int | None,
-    activations: ActivationsName | None,
-    chunk_bytes: int | None,
-) -> Iterator[Settings]:
-    """Settings to try, those that hold least first within each micro-batch, the largest micro-batch first."""
-    sizes = [micro_batch] if micro_batch else _sizes(sequences)
-    ways: Sequence[ActivationsName] = (activations,) if activations else ("keep", "recompute")
-    for size in sizes:
-        for way in ways:
-            for chunk in (chunk_bytes,) if chunk_bytes else CHUNK_SIZES:
-                yield Settings(size, sequences // size, way, chunk)
-
-
-def _sizes(sequences: int) -> list[int]:
-    """Divisors of a step, from the largest on; a few of them if there are many."""
-    divisors = [d for d in range(sequences, 0, -1) if sequences % d == 0]
-    kept = [d for k, d in enumerate(divisors) if k == 0 or sequences // d in _POWERS or d == 1]
-    return kept
-
-
-_POWERS = frozenset(1 << k for k in range(40))
-
-
-def _dominates(known: Settings, other: Settings) -> bool:
-    """Whether settings that fit make others pointless: a larger micro-batch with the same activations kept moves no
-    more bytes and computes no more."""
-    return (
-        known.chunk_bytes == other.chunk_bytes
-        and known.activations == other.activations
-        and known.micro_batch > 2 * other.micro_batch
-    )
-
-
-Progress = Callable[[str], None]
+        limits = self._limits
+        short = low.host + low.disk - limits.host - limits.disk
+        if low.host <= limits.host and (low.device or 0) <= (limits.device or 0) and short > 0:
+            yield f"add {format_size(short)} of disk"

@@ -1,11 +1,20 @@
-"""The order of uses that a simulated run knows: one step, again and again."""
+"""The order of uses that a simulated run believes in: one step, again and again.
+
+[Note: What a run believes]
+A run foresees laps by their key alone (`outcore.trace.schedule`), and all micro-batches of a step have one key. So
+what it expects of them is what the last one on record did, and it looks no more than
+`Schedule.HORIZON` laps ahead: with many micro-batches it doesn't see the next update. A plan that knew better would
+promise traffic that no run reaches.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
+from outcore.chunks.replacers import NEVER
 from outcore.planning.flow import Piece
+from outcore.trace.schedule import LOOKAHEAD, Schedule
 
 Tick = tuple[tuple[str, int], tuple[Piece, ...]]
 """What is used, and the pieces it needs on the host."""
@@ -15,30 +24,36 @@ class Route:
     """A cycle of ticks. Positions count on from step to step.
 
     Args:
-        ticks: those of one step.
+        laps: the ticks of one step, lap by lap.
         pieces: how many pieces there are; their keys are below it.
     """
 
-    def __init__(self, ticks: Sequence[Tick], pieces: int) -> None:
-        self.ticks = ticks
+    def __init__(self, laps: Sequence[Sequence[Tick]], pieces: int) -> None:
+        self.ticks = [tick for lap in laps for tick in lap]
+        self._lap = [number for number, lap in enumerate(laps) for _ in lap]
+        self._laps = len(laps)
         self._uses: list[list[int]] = [[] for _ in range(pieces)]
-        for position, (_, needs) in enumerate(ticks):
+        for position, (_, needs) in enumerate(self.ticks):
             for piece in needs:
                 self._uses[piece.key].append(position)
 
     def __len__(self) -> int:
         return len(self.ticks)
 
+    def lap(self, position: int) -> int:
+        """The number of the lap at a position, counted from the first step on."""
+        step, within = divmod(position, len(self.ticks))
+        return step * self._laps + self._lap[within]
+
     def next_use(self, piece: Piece, position: int) -> int:
-        """The first tick after ``position`` that needs the piece."""
+        """The first tick after ``position`` that is believed to need the piece; `NEVER` if none is foreseen."""
         uses = self._uses[piece.key]
         if not uses:
-            return position + 1000 * len(self.ticks)
-        lap, within = divmod(position, len(self.ticks))
+            return NEVER
+        step, within = divmod(position, len(self.ticks))
         index = bisect_right(uses, within)
-        if index < len(uses):
-            return lap * len(self.ticks) + uses[index]
-        return (lap + 1) * len(self.ticks) + uses[0]
+        found = step * len(self.ticks) + (uses[index] if index < len(uses) else len(self.ticks) + uses[0])
+        return found if self.lap(found) - self.lap(max(position, 0)) <= Schedule.HORIZON else NEVER
 
     def keys(self, position: int, limit: int) -> Iterator[tuple[int, tuple[str, int]]]:
         """The next ticks after ``position``: distances and keys."""
@@ -49,13 +64,13 @@ class Route:
 class Foresight:
     """Walks a route ahead of its position, no further than so many bytes of different pieces."""
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: Route, start: int = 0) -> None:
         self._route = route
-        self._tick = 0
+        self._tick = start
         self._index = 0
         self._seen: dict[Piece, int] = {}
         self._bytes = 0
-        self._start = 0
+        self._start = start
 
     def follow(self, position: int) -> None:
         """The run is at this tick now: what was ahead of it is behind."""
@@ -72,9 +87,10 @@ class Foresight:
             self._bytes = 0
 
     def peek(self, limit: int) -> tuple[int, Piece] | None:
-        """The next piece ahead and its tick, if it is within the limit."""
+        """The next piece ahead and its tick, if it is within the limit and foreseen."""
         route = self._route
-        for _ in range(len(route)):
+        lap = route.lap(max(0, self._start - 1))
+        while self._tick - self._start < LOOKAHEAD and route.lap(self._tick) - lap <= Schedule.HORIZON:
             needs = route.ticks[self._tick % len(route)][1]
             while self._index < len(needs):
                 piece = needs[self._index]
@@ -82,8 +98,6 @@ class Foresight:
                     self._index += 1
                     continue
                 return (self._tick, piece) if self._bytes + piece.nbytes <= limit else None
-            if self._tick + 1 - self._start >= len(route):
-                return None
             self._tick, self._index = self._tick + 1, 0
         return None
 

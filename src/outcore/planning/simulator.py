@@ -12,15 +12,15 @@ its memory, or what its operators cost to launch if that is more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from outcore.chunks.store import RunStore
 from outcore.model.unit import Unit
 from outcore.planning.cache import Cache
 from outcore.planning.flow import Link, Piece
 from outcore.planning.frames import Frame, Frames
 from outcore.planning.machine import Machine
+from outcore.planning.outcome import Limits, Outcome
+from outcore.planning.pieces import Pieces, StorePieces
 from outcore.planning.rehearsal import Trace
 from outcore.planning.route import Route, Tick
 from outcore.planning.work import Work
@@ -28,51 +28,6 @@ from outcore.trace.profile import Profile
 
 STEPS = 3
 """Steps that are simulated: by the third, where things lie has settled."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Budgets in bytes; ``device`` is ``None`` where the host computes."""
-
-    device: int | None
-    host: int
-    disk: int
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a simulated run came to.
-
-    Attributes:
-        seconds: of a step.
-        compute: seconds of forward and backward in it.
-        update: seconds of the update in it.
-        waited: seconds that training stood still, by link.
-        busy: seconds that each link worked.
-        moved: bytes that crossed each link.
-        peak: the most bytes each tier held in the whole run, its first step included.
-        settled: the most bytes each tier held after the first step.
-    """
-
-    seconds: float
-    compute: float
-    update: float
-    waited: Mapping[str, float]
-    busy: Mapping[str, float]
-    moved: Mapping[str, int]
-    peak: Mapping[str, int]
-    settled: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class _Store:
-    """A run's pieces."""
-
-    parameters: Sequence[Piece]
-    gradients: Sequence[Piece]
-    totals: Sequence[Piece]
-    states: Sequence[Piece]
-    nbytes: int
 
 
 class Simulation:
@@ -101,12 +56,14 @@ class Simulation:
         self._limits = limits
         self._trace = trace
         self._accumulate = accumulate
-        self._pieces: list[Piece] = []
-        self._stores = [[self._store(store) for store in unit.stores] for unit in units]
+        pieces = Pieces()
+        self._stores = [[pieces.of(store) for store in unit.stores] for unit in units]
         self._profile = _profile(trace)
         self._roomy = 2 * total <= limits.host and limits.device is None
         self._seconds = [seconds_of(span.work, machine) for span in trace.spans]
-        self._route = Route(self._ticks(), len(self._pieces))
+        self._narrow = self._wide = self._route = Route(self._laps(False), len(pieces))
+        if accumulate > 1:
+            self._wide = Route(self._laps(True), len(pieces))
         self._cache = Cache(limits.host, limits.disk, machine.disk_read, machine.disk_write, self._route)
         self._frames: Frames | None = None
         if limits.device is not None:
@@ -124,49 +81,32 @@ class Simulation:
 
     # -- construction -----------------------------------------------------------------------------
 
-    def _store(self, store: RunStore) -> _Store:
-        def pieces(chunks: Sequence[object]) -> list[Piece]:
-            made = []
-            for chunk in chunks:
-                piece = Piece(chunk.nbytes, len(self._pieces))  # type: ignore[attr-defined]
-                self._pieces.append(piece)
-                made.append(piece)
-            return made
-
-        gradients = pieces(store.gradients)
-        totals = gradients if store.totals is store.gradients else pieces(store.totals)
-        return _Store(
-            pieces(store.parameters), gradients, totals, pieces(store.states), store.run.nbytes
-        )
-
     @staticmethod
-    def _frame(stores: Sequence[_Store]) -> Frame:
+    def _frame(stores: Sequence[StorePieces]) -> Frame:
         return Frame(
             sum(s.nbytes for s in stores),
             max((s.nbytes for s in stores if s.gradients), default=0),
             [p for s in stores for p in s.parameters],
         )
 
-    def _ticks(self) -> list[Tick]:
-        ticks: list[Tick] = []
-        for turn in range(self._accumulate):
-            for span in self._trace.spans:
-                phase, unit = span.event
-                if phase not in ("forward", "backward"):
-                    continue
-                needs = [p for s in self._stores[unit] for p in s.parameters]
-                if phase == "backward":
-                    # before the second contribution widens it, a run expects the narrow chunk
-                    wide = turn > 1
-                    needs += [p for s in self._stores[unit] for p in (s.totals if wide else s.gradients)]
-                ticks.append((span.event, tuple(needs)))
+    def _laps(self, wide: bool) -> list[list[Tick]]:
+        """A step as it is believed to be, gradients being where one micro-batch on record had them."""
+        lap: list[Tick] = []
+        for span in self._trace.spans:
+            phase, unit = span.event
+            if phase == "forward":
+                lap.append((span.event, tuple(self._parameters(unit))))
+            elif phase == "backward":
+                sums = [p for s in self._stores[unit] for p in (s.totals if wide else s.gradients)]
+                lap.append((span.event, (*self._parameters(unit), *sums)))
+        update: list[Tick] = []
         for index, stores in enumerate(self._stores):
             for s in stores:
-                sums = s.totals if self._accumulate > 1 else s.gradients
+                sums = list(s.totals if self._accumulate > 1 else s.gradients)
                 for k, gradient in enumerate(sums):
                     needed = (gradient, s.parameters[k], *s.states[k : k + 1])
-                    ticks.append((("update", index), needed))
-        return ticks
+                    update.append((("update", index), needed))
+        return [lap] * self._accumulate + [update]
 
     # -- a run ------------------------------------------------------------------------------------
 
@@ -174,7 +114,7 @@ class Simulation:
         """Fill the tiers, then take `STEPS` steps.
 
         Raises:
-            Unfit: a tier can't hold what must be there.
+            BudgetError: a tier can't hold what must be there.
         """
         cache, frames = self._cache, self._frames
         for stores in self._stores:
@@ -242,6 +182,9 @@ class Simulation:
         base = number * len(self._route)
         position = base
         for turn in range(self._accumulate):
+            # what is on record of the lap before: see [Note: What a run believes] in `outcore.planning.route`
+            believed = self._narrow if turn in (1, 2) else self._wide
+            self._cache.believe(believed, position)
             position = self._lap(position, turn, measured=number == 0 and turn == 0)
         self._updates(position)
 
@@ -290,9 +233,8 @@ class Simulation:
         return [p for s in self._stores[unit] for p in s.parameters]
 
     def _gradients(self, unit: int, turn: int) -> None:
-        """The gradients of a unit are complete."""
-        cache, frames = self._cache, self._frames
-        rate = self._machine.host_bandwidth
+        """The gradients of a unit are complete; they came parameter by parameter."""
+        frames = self._frames
         for s in self._stores[unit]:
             if not s.gradients:
                 continue
@@ -301,22 +243,35 @@ class Simulation:
                 frames.send(s.nbytes, s.gradients, first=turn == 0)
                 if turn > 0:
                     frames.drain()
-            for narrow, total in zip(s.gradients, s.totals, strict=True):
-                if turn == 0:
-                    if frames is None:
-                        cache.bring((narrow,), fresh=True)
-                        cache.release((narrow,))
-                        self._spend(3 * narrow.nbytes / rate)
-                    continue
-                if turn == 1 and total is not narrow:
-                    cache.bring((narrow,))
-                    cache.bring((total,), fresh=True)
-                    cache.release((narrow, total))
-                    cache.discard(narrow)
-                cache.bring((total,), write=True)
-                cache.release((total,))
-                if frames is None:
-                    self._spend(4 * total.nbytes / rate)
+            begun: set[int] = set()
+            arrivals = s.arrivals if frames is None else [range(len(s.gradients))]
+            for k in (k for covered in arrivals for k in covered):
+                self._arrive(s.gradients[k], s.totals[k], turn, first=k not in begun)
+                begun.add(k)
+            sums = s.gradients if turn == 0 else s.totals
+            for piece in sums:  # their squares are summed
+                self._cache.bring((piece,))
+                self._cache.release((piece,))
+            if frames is None:
+                self._spend(
+                    sum(p.nbytes for p in sums) * (3 if turn == 0 else 4) / self._machine.host_bandwidth
+                )
+
+    def _arrive(self, narrow: Piece, total: Piece, turn: int, first: bool) -> None:
+        """A part of a chunk's gradients goes to where the chunk's gradients are."""
+        cache = self._cache
+        if turn == 0:
+            if self._frames is None:
+                cache.bring((narrow,), write=not first, fresh=first)
+                cache.release((narrow,))
+            return
+        if turn == 1 and first and total is not narrow:
+            cache.bring((narrow,))
+            cache.bring((total,), fresh=True)
+            cache.release((narrow, total))
+            cache.discard(narrow)
+        cache.bring((total,), write=True)
+        cache.release((total,))
 
     def _spend(self, seconds: float) -> None:
         self._compute += seconds

@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from outcore.memory.ledger import TIERS
 from outcore.model.unit import Unit
 from outcore.planning.machine import Machine
-from outcore.planning.rehearsal import CATEGORIES, Trace
+from outcore.planning.recorder import CATEGORIES
+from outcore.planning.rehearsal import Trace
 
 KINDS = (
     "parameters",

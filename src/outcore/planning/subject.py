@@ -140,7 +140,7 @@ class Subject:
 
     def _lay(self, model: nn.Module, chunk_bytes: int) -> tuple[list[Unit], list[Point]]:
         plans, points = discover(model, self._patterns)
-        names = {name: p for name, p in model.named_parameters()}
+        names = dict(model.named_parameters())
         numbers = {names[name]: number for name, number in self._numbers.items()}
         units = lay(plans, wants_fp32(model), self.precision.dtype, self.rule, numbers, chunk_bytes)
         return units, points

@@ -18,7 +18,9 @@ from outcore.planning.machine_file import read
 def profile_path() -> Path:
     """Where the profile of this machine is kept: ``$XDG_CACHE_HOME/outcore`` or ``~/.cache/outcore``."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"  # the rule of the XDG specification
+    folder = (
+        Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    )  # the rule of the XDG specification
     return folder / "outcore" / "machine.toml"
 
 
