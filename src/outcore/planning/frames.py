@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outcore.model.device_stage import AHEAD
@@ -30,10 +30,14 @@ class Frame:
 
 @dataclass
 class _Landing:
+    """One piece's copy down; ``held`` are the bytes of the buffer, with its last piece."""
+
     arrival: float
-    pieces: list[Piece]
-    nbytes: int
-    beside: int
+    piece: Piece
+    first: bool
+    held: int
+    number: int
+    landed: Callable[[int], None]
 
 
 @dataclass
@@ -177,30 +181,29 @@ class Frames:
         self.held += nbytes
         self._touch()
 
-    def send(self, nbytes: int, pieces: Sequence[Piece], first: bool) -> None:
-        """A run's gradients go down, into their pieces or, if those hold some already, to be added to them."""
-        sent = []
-        beside = 0
-        arrival = self.cache.now
-        for piece in pieces:
+    def send(self, nbytes: int, pieces: Sequence[Piece], first: bool, landed: Callable[[int], None]) -> None:
+        """A run's gradients go down, into their pieces or, if those hold some already, beside them.
+
+        Args:
+            nbytes: of the buffer, which goes when the last piece has landed.
+            first: whether the pieces hold nothing yet.
+            landed: called with the number of each piece that has.
+        """
+        for k, piece in enumerate(pieces):
             self._bound(piece.nbytes)
             if first:
                 self.cache.bring((piece,), fresh=True)
-                sent.append(piece)
             else:
                 self.cache.borrow(piece.nbytes)
-                beside += piece.nbytes
             arrival = self.link_out.send(piece.nbytes, self.cache.now)
-        self._landing.append(_Landing(arrival, sent, nbytes, beside))
+            held = nbytes if k + 1 == len(pieces) else 0
+            self._landing.append(_Landing(arrival, piece, first, held, k, landed))
         self.poll()
 
     def _bound(self, nbytes: int) -> None:
         bound = self.cache.ceiling // 4
-        while self._landing and self._sending() + nbytes > bound:
+        while self._landing and sum(x.piece.nbytes for x in self._landing) + nbytes > bound:
             self._land_first()
-
-    def _sending(self) -> int:
-        return sum(sum(p.nbytes for p in x.pieces) + x.beside for x in self._landing)
 
     def poll(self) -> None:
         while self._landing and self._landing[0].arrival <= self.cache.now:
@@ -214,9 +217,12 @@ class Frames:
         self._land(landing)
 
     def _land(self, landing: _Landing) -> None:
-        self.cache.release(landing.pieces)
-        self.cache.repay(landing.beside)
-        self.held -= landing.nbytes
+        if landing.first:
+            self.cache.release((landing.piece,))
+        landing.landed(landing.number)
+        if not landing.first:
+            self.cache.repay(landing.piece.nbytes)
+        self.held -= landing.held
 
     def drain(self) -> None:
         while self._landing:

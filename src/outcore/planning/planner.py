@@ -155,7 +155,7 @@ class Planner:
         units, points = subject.layout(settings.chunk_bytes)
         found = needs(units, points)
         check(found, limits.host, limits.disk, limits.device)
-        trace = subject.trace(settings.micro_batch, settings.activations == "recompute")
+        trace = subject.trace(settings.micro_batch, settings.activations == "recompute", self._on_host)
         size = max(settings.chunk_bytes, sum(unit.nbytes for unit in units) // PIECES)
         if size > settings.chunk_bytes:
             units, _ = subject.layout(size)
@@ -213,7 +213,7 @@ class Planner:
     def _plan(self, fit: _Fit, budget: Budget | None, ranks: int) -> Plan:
         subject, settings, outcome = self._subject, fit.settings, fit.outcome
         units, points = subject.layout(settings.chunk_bytes)
-        trace = subject.trace(settings.micro_batch, settings.activations == "recompute")
+        trace = subject.trace(settings.micro_batch, settings.activations == "recompute", self._on_host)
         works = parts(outcome)
         bottleneck = max(works, key=works.__getitem__)
         rows = table(Sizes.of(units, subject.facts.buffers), trace, self._machine, ranks, outcome.peak)
@@ -244,7 +244,7 @@ class Planner:
 
     def _unfit(self, asked: Settings) -> BudgetError:
         units, points = self._subject.layout(asked.chunk_bytes)
-        trace = self._subject.trace(asked.micro_batch, asked.activations == "recompute")
+        trace = self._subject.trace(asked.micro_batch, asked.activations == "recompute", self._on_host)
         low = least(units, points, trace, self._subject.occupied, self._on_host)
         limits = self._limits
         tier, needed, there = "disk", low.host + low.disk - limits.host, limits.disk

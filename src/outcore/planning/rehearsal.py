@@ -29,7 +29,7 @@ from outcore.model.laps import Laps
 from outcore.model.placement import wants_fp32
 from outcore.model.residency import Residency
 from outcore.model.trees import tensors_of
-from outcore.model.unit import Unit
+from outcore.model.unit import Binding, Unit
 from outcore.model.units import Point
 from outcore.planning.recorder import Recorder, Span
 from outcore.planning.work import Work
@@ -68,6 +68,7 @@ def rehearse(
     loss: Callable[[Any], torch.Tensor],
     dtype: torch.dtype,
     recomputes: bool,
+    buffers: bool,
 ) -> Trace:
     """Trace one forward and backward.
 
@@ -78,6 +79,8 @@ def rehearse(
         loss: from the model's output, a scalar.
         dtype: what the model computes in.
         recomputes: whether blocks are recomputed in backward.
+        buffers: whether gradients gather in a buffer per run beside the activations, as they do on a device. The meter
+            of a run sees these buffers as activations, so a plan must too.
 
     Raises:
         ModelError: the model can't be traced: its shapes depend on values, or it raises.
@@ -87,7 +90,7 @@ def rehearse(
         units, points = lay(model)
         recorder = Recorder()
         tokens = 0
-        undo = _hang(model, units, points, recorder, dtype, recomputes)
+        undo = _hang(model, units, points, recorder, dtype, recomputes, buffers)
         try:
             with mode, _unrecognised():
                 inputs = tree_map(_fake_input, dict(batch))
@@ -168,6 +171,7 @@ def _hang(
     recorder: Recorder,
     dtype: torch.dtype,
     recomputes: bool,
+    buffers: bool,
 ) -> list[Callable[[], object]]:
     """The hooks of `outcore.engine`, told to a recorder."""
     here: Any = _Here()
@@ -189,13 +193,13 @@ def _hang(
             if not parameter.requires_grad:
                 continue
 
-            def accumulated(
-                parameter: torch.Tensor, unit: Unit = unit, index: int = binding.slot.index
-            ) -> None:
+            def accumulated(parameter: torch.Tensor, unit: Unit = unit, binding: Binding = binding) -> None:
                 if parameter.grad is not None:
                     recorder.gradient(parameter.grad)
+                if buffers:
+                    recorder.gather(unit, binding.store.run)
                 parameter.grad = None
-                backward.accumulated(unit, index)
+                backward.accumulated(unit, binding.slot.index)
 
             undo.append(parameter.register_post_accumulate_grad_hook(accumulated).remove)
     return undo

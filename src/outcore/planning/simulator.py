@@ -13,6 +13,7 @@ its memory, or what its operators cost to launch if that is more.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from outcore.model.unit import Unit
 from outcore.planning.cache import Cache
@@ -234,36 +235,40 @@ class Simulation:
 
     def _gradients(self, unit: int, turn: int) -> None:
         """The gradients of a unit are complete; they came parameter by parameter."""
-        frames = self._frames
         for s in self._stores[unit]:
             if not s.gradients:
                 continue
-            if frames is not None:
-                frames.buffer(s.nbytes)
-                frames.send(s.nbytes, s.gradients, first=turn == 0)
-                if turn > 0:
-                    frames.drain()
+            if self._frames is not None:
+                self._frames.buffer(s.nbytes)
+                landed = partial(self._landed, s, turn)
+                self._frames.send(s.nbytes, s.gradients, turn == 0, landed)
+                continue
             begun: set[int] = set()
-            arrivals = s.arrivals if frames is None else [range(len(s.gradients))]
-            for k in (k for covered in arrivals for k in covered):
+            for k in (k for covered in s.arrivals for k in covered):
                 self._arrive(s.gradients[k], s.totals[k], turn, first=k not in begun)
                 begun.add(k)
             sums = s.gradients if turn == 0 else s.totals
-            for piece in sums:  # their squares are summed
-                self._cache.bring((piece,))
-                self._cache.release((piece,))
-            if frames is None:
-                self._spend(
-                    sum(p.nbytes for p in sums) * (3 if turn == 0 else 4) / self._machine.host_bandwidth
-                )
+            for piece in sums:
+                self._squares(piece)
+            passes = 3 if turn == 0 else 4
+            self._spend(sum(p.nbytes for p in sums) * passes / self._machine.host_bandwidth)
+
+    def _landed(self, s: StorePieces, turn: int, k: int) -> None:
+        """A chunk of gradients came down. What the host does with it hides behind the device's work."""
+        if turn > 0:
+            self._arrive(s.gradients[k], s.totals[k], turn, first=True)
+        self._squares(s.gradients[k] if turn == 0 else s.totals[k])
+
+    def _squares(self, piece: Piece) -> None:
+        self._cache.bring((piece,))
+        self._cache.release((piece,))
 
     def _arrive(self, narrow: Piece, total: Piece, turn: int, first: bool) -> None:
         """A part of a chunk's gradients goes to where the chunk's gradients are."""
         cache = self._cache
         if turn == 0:
-            if self._frames is None:
-                cache.bring((narrow,), write=not first, fresh=first)
-                cache.release((narrow,))
+            cache.bring((narrow,), write=not first, fresh=first)
+            cache.release((narrow,))
             return
         if turn == 1 and first and total is not narrow:
             cache.bring((narrow,))
@@ -315,5 +320,10 @@ def _profile(trace: Trace) -> Profile:
 
 def seconds_of(work: Work, machine: Machine) -> float:
     """Seconds that a span takes on the machine; see [Note: Clock]."""
-    products = sum(count / machine.rate(dtype) for dtype, count in work.flops.items())
+    slowest = min(
+        machine.flops.values()
+    )  # for what a model computes in a precision that nobody stated a rate for
+    products = sum(
+        count / (machine.flops.get(dtype, slowest) * machine.reached) for dtype, count in work.flops.items()
+    )
     return max(products + work.nbytes / machine.compute_bandwidth, work.operators * machine.overhead)

@@ -87,7 +87,7 @@ class Subject:
         self._patterns = patterns
         self._batch = batch
         self._loss = loss or usual_loss
-        self._traces: dict[tuple[int, bool], Trace] = {}
+        self._traces: dict[tuple[int, bool, bool], Trace] = {}
         self._layouts: dict[int, tuple[list[Unit], list[Point]]] = {}
         tensors = [t for t in tensors_of(dict(batch)) if t.dim()]
         if not tensors:
@@ -145,13 +145,13 @@ class Subject:
         units = lay(plans, wants_fp32(model), self.precision.dtype, self.rule, numbers, chunk_bytes)
         return units, points
 
-    def trace(self, micro_batch: int, recomputes: bool) -> Trace:
+    def trace(self, micro_batch: int, recomputes: bool, on_host: bool) -> Trace:
         """One forward and backward of so many sequences.
 
         Raises:
             ModelError: the model can't be traced.
         """
-        key = micro_batch, recomputes
+        key = micro_batch, recomputes, on_host
         if key not in self._traces:
             self._traces[key] = rehearse(
                 self.model,
@@ -160,6 +160,7 @@ class Subject:
                 self._loss,
                 self.precision.dtype,
                 recomputes,
+                buffers=not on_host,
             )
         return self._traces[key]
 
