@@ -8,6 +8,7 @@ from outcore.model.unit import Unit
 from outcore.model.units import Point
 from outcore.planning.minimum import needs
 from outcore.planning.outcome import Limits
+from outcore.planning.recorder import WITHIN
 from outcore.planning.rehearsal import Trace
 
 
@@ -29,7 +30,7 @@ def least(
         pinned = sum(opened.values())
         if any(gradient[i] for i in opened) and trace_is_backward(phase):
             pinned += max(gradient[i] for i in opened)
-        if phase == "gradient":
+        if phase in WITHIN:
             pinned = max(pinned, sum(opened.values()) + gradient[index])
         computing = max(computing, span.peak + pinned + occupied)
         if phase == "closed":
@@ -43,7 +44,7 @@ def least(
 
 def trace_is_backward(phase: str) -> bool:
     """Whether gradients may arrive after such an event."""
-    return phase in ("backward", "gradient")
+    return phase == "backward" or phase in WITHIN
 
 
 def _bytes(unit: Unit, on_host: bool) -> int:

@@ -30,7 +30,10 @@ CATEGORIES = ("inputs", "activations", "logits", "working set", "gradients")
 loss; temporaries of backward, recomputed activations among them; gradients on their way to their chunks."""
 
 Event = tuple[str, int]
-"""``("forward" | "backward" | "closed" | "gradient", unit)``; a lap begins with ``("begin", -1)``."""
+"""``("forward" | "backward" | "closed" | "arrives" | "gradient", unit)``; a lap begins with ``("begin", -1)``."""
+
+WITHIN = ("arrives", "gradient")
+"""Events within a window of the gauge: the first gradient of a unit, and the last."""
 
 
 @dataclass
@@ -72,6 +75,7 @@ class Recorder(TorchDispatchMode):
         self._buffers: dict[Run, Unit] = {}
         self._gathered: dict[Run, torch.Tensor] = {}
         self._sent: set[Unit] = set()
+        self._arriving: set[Unit] = set()
 
     # -- what the hooks tell ----------------------------------------------------------------------
 
@@ -94,6 +98,7 @@ class Recorder(TorchDispatchMode):
     def complete(self, unit: Unit) -> None:
         """A unit has its gradients."""
         self._sent.add(unit)
+        self._arriving.discard(unit)
         self.cut(("gradient", unit.index))
 
     def cut(self, event: Event) -> None:
@@ -102,8 +107,11 @@ class Recorder(TorchDispatchMode):
         if event[0] != "end":
             self.spans.append(Span(event, self._live, self._live, tuple(self._parts)))
 
-    def gradient(self, gradient: torch.Tensor) -> None:
+    def gradient(self, unit: Unit, gradient: torch.Tensor) -> None:
         """A storage turned out to be a parameter's gradient."""
+        if unit not in self._arriving:
+            self._arriving.add(unit)
+            self.cut(("arrives", unit.index))
         entry = self._charged.get(gradient.untyped_storage()._cdata)
         if entry is not None:
             nbytes, category = entry

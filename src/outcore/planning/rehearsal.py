@@ -195,7 +195,7 @@ def _hang(
 
             def accumulated(parameter: torch.Tensor, unit: Unit = unit, binding: Binding = binding) -> None:
                 if parameter.grad is not None:
-                    recorder.gradient(parameter.grad)
+                    recorder.gradient(unit, parameter.grad)
                 if buffers:
                     recorder.gather(unit, binding.store.run)
                 parameter.grad = None

@@ -22,6 +22,7 @@ from outcore.planning.frames import Frame, Frames
 from outcore.planning.machine import Machine
 from outcore.planning.outcome import Limits, Outcome
 from outcore.planning.pieces import Pieces, StorePieces
+from outcore.planning.recorder import WITHIN
 from outcore.planning.rehearsal import Trace
 from outcore.planning.route import Route, Tick
 from outcore.planning.work import Work
@@ -198,7 +199,7 @@ class Simulation:
         window = -1
         for span, seconds in zip(self._trace.spans, self._seconds, strict=True):
             phase, unit = span.event
-            if phase != "gradient":
+            if phase not in WITHIN:
                 window += 1
                 now, ahead = self._profile.around(window)
                 if measured:  # the gauge keeps some more, and never less than it had
@@ -216,6 +217,8 @@ class Simulation:
                     cache.release(self._parameters(unit))
                 else:
                     frames.close(unit)
+            elif phase == "arrives":
+                self._gather(unit, turn)
             elif phase == "gradient":
                 self._gradients(unit, turn)
             self._compute += seconds
@@ -233,20 +236,27 @@ class Simulation:
     def _parameters(self, unit: int) -> list[Piece]:
         return [p for s in self._stores[unit] for p in s.parameters]
 
-    def _gradients(self, unit: int, turn: int) -> None:
-        """The gradients of a unit are complete; they came parameter by parameter."""
+    def _gather(self, unit: int, turn: int) -> None:
+        """Gradients of a unit begin to come, parameter by parameter."""
         for s in self._stores[unit]:
             if not s.gradients:
                 continue
             if self._frames is not None:
                 self._frames.buffer(s.nbytes)
-                landed = partial(self._landed, s, turn)
-                self._frames.send(s.nbytes, s.gradients, turn == 0, landed)
                 continue
             begun: set[int] = set()
             for k in (k for covered in s.arrivals for k in covered):
                 self._arrive(s.gradients[k], s.totals[k], turn, first=k not in begun)
                 begun.add(k)
+
+    def _gradients(self, unit: int, turn: int) -> None:
+        """The gradients of a unit are complete: their squares are summed, or they are sent down for it."""
+        for s in self._stores[unit]:
+            if not s.gradients:
+                continue
+            if self._frames is not None:
+                self._frames.send(s.nbytes, s.gradients, turn == 0, partial(self._landed, s, turn))
+                continue
             sums = s.gradients if turn == 0 else s.totals
             for piece in sums:
                 self._squares(piece)
@@ -311,7 +321,7 @@ def _profile(trace: Trace) -> Profile:
     """The windows of a lap, as `outcore.trace.gauge` notes them."""
     profile = Profile(trace.tokens)
     for span in trace.spans[1:]:
-        if span.event[0] != "gradient":
+        if span.event[0] not in WITHIN:
             profile.open(span.event)
         profile.note(span.peak)
     profile.peaks[0] = max(profile.peaks[0], trace.spans[0].peak)
