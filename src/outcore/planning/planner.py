@@ -27,7 +27,7 @@ from outcore.planning.strategies import Sizes, table
 from outcore.planning.subject import Loss, Subject
 from outcore.planning.this import this
 
-PIECES = 2000
+PIECES = 1000
 """The most parameter chunks of a simulation. Beyond, it moves larger ones: peaks are coarser by one of them."""
 
 
@@ -35,6 +35,10 @@ PIECES = 2000
 class _Fit:
     settings: Settings
     outcome: Outcome
+
+
+def _rank(fit: _Fit) -> tuple[float, int]:
+    return fit.outcome.seconds, -fit.settings.micro_batch
 
 
 def plan(
@@ -199,6 +203,15 @@ class Planner:
             outcome = self.fits(settings)
             if outcome is not None:
                 found.append(_Fit(settings, outcome))
+        if (
+            found and chunk_bytes is None
+        ):  # the size of chunks matters least: it is tried on the best of the rest
+            leader = min(found, key=_rank).settings
+            for size in CHUNK_SIZES:
+                settings = replace(leader, chunk_bytes=size)
+                outcome = self.fits(settings) if settings != leader else None
+                if outcome is not None:
+                    found.append(_Fit(settings, outcome))
         if not found:
             asked = Settings(
                 micro_batch or sequences // accumulate,
@@ -207,8 +220,7 @@ class Planner:
                 chunk_bytes or CHUNK_SIZES[0],
             )
             raise self._unfit(asked)
-        fastest = min(found, key=lambda fit: (fit.outcome.seconds, -fit.settings.micro_batch))
-        return self._plan(fastest, budget, ranks)
+        return self._plan(min(found, key=_rank), budget, ranks)
 
     def _plan(self, fit: _Fit, budget: Budget | None, ranks: int) -> Plan:
         subject, settings, outcome = self._subject, fit.settings, fit.outcome

@@ -45,8 +45,7 @@ def candidates(
     ways: Sequence[ActivationsName] = (activations,) if activations else ("keep", "recompute")
     for size in sizes:
         for way in ways:
-            for chunk in (chunk_bytes,) if chunk_bytes else CHUNK_SIZES:
-                yield Settings(size, sequences // size, way, chunk)
+            yield Settings(size, sequences // size, way, chunk_bytes or CHUNK_SIZES[0])
 
 
 def _sizes(sequences: int) -> list[int]:
