@@ -301,11 +301,11 @@ def line(row: dict[str, Any]) -> str:
     """A row of the page."""
     published = row["published_tokens_per_second"]
     start = f"| {row['system']} | {row['claim']} | {row['machine']} | {row['parameters'] / 1e9:.1f}B "
-    said = f"{published:,.0f}" if published else "–"
+    said = f"{published:,.0f}" if published else "-"
     if not row["fits"]:
-        return f"{start}| no | – | {said} | – | – | {row['assumed']} |"
+        return f"{start}| no | - | {said} | - | - | {row['assumed']} |"
     planned = row["tokens_per_second"]
-    apart = f"{planned / published:.2f} x" if published else "–"
+    apart = f"{planned / published:.2f} x" if published else "-"
     return (
         f"{start}| yes | {planned:,.3g} | {said} | {apart} | {row['bottleneck']}, at most {row['floor']:,.3g} "
         f"| {row['assumed']} |"

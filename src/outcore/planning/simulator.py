@@ -184,7 +184,7 @@ class Simulation:
         base = number * len(self._route)
         position = base
         for turn in range(self._accumulate):
-            # what is on record of the lap before: see [Note: What a run believes] in `outcore.planning.route`
+            # what is on record of the lap before: see `outcore.planning.route`
             believed = self._narrow if turn in (1, 2) else self._wide
             self._cache.believe(believed, position)
             position = self._lap(position, turn, measured=number == 0 and turn == 0)
