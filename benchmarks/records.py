@@ -206,7 +206,7 @@ RECORDS = [
     Record(
         "MegaTrain",
         "120B on one H200 + 1.5 TB",
-        lambda: llama(88, 10752, 84, 8, 32256, 128256, 1024),
+        lambda: llama(88, 10752, 84, 12, 32256, 128256, 1024),
         32,
         1024,
         box("h200", 1536 * GIB, 0, title="H200 + 1.5 TiB"),

@@ -98,7 +98,7 @@ def test_the_nearest_change_is_named() -> None:
     settings: dict[str, Any] = dict(batch=batch, machine=CPU, micro_batch=64)
     keep = outcore.Activations("keep")
     with pytest.raises(
-        BudgetError, match="as the machine is, recompute activations, or use micro-batches of 32"
+        BudgetError, match="; or recompute activations, or use micro-batches of 32"
     ):
         outcore.plan(model, budget=outcore.Budget(host="17MiB"), activations=keep, **settings)
     small = replace(CPU, disk=2 << 20)

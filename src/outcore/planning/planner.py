@@ -270,7 +270,7 @@ class Planner:
         remedy = f"the smallest budgets that would do with {asked} are {said}"
         changes = list(self._changes(asked, low))
         if changes:
-            remedy += f"; as the machine is, {', or '.join(changes)}"
+            remedy += f"; or {', or '.join(changes)}"
         return BudgetError(tier, needed, there, remedy)
 
     def _changes(self, asked: Settings, low: Limits) -> Iterator[str]:
