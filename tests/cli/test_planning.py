@@ -88,6 +88,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "DISK_SAMPLE", 8 << 20)
     monkeypatch.setattr(measure, "EXTENT", 1 << 20)
     monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setattr(measure, "SPAN", 0.0)
 
     def quick(dtype: Any, device: Any) -> float:
         return 1e11

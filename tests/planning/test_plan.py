@@ -97,9 +97,7 @@ def test_the_nearest_change_is_named() -> None:
     batch = ids(64, 24)
     settings: dict[str, Any] = dict(batch=batch, machine=CPU, micro_batch=64)
     keep = outcore.Activations("keep")
-    with pytest.raises(
-        BudgetError, match="; or recompute activations, or use micro-batches of 32"
-    ):
+    with pytest.raises(BudgetError, match="; or recompute activations, or use micro-batches of 32"):
         outcore.plan(model, budget=outcore.Budget(host="17MiB"), activations=keep, **settings)
     small = replace(CPU, disk=2 << 20)
     with pytest.raises(BudgetError, match=r"add [0-9.]+ MiB of disk"):

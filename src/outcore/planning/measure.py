@@ -1,6 +1,6 @@
 """What ``outcore profile`` measures: how fast each part of this machine is at what a step asks of it.
 
-Each figure is the best of a few rounds, so that what else the machine does counts as little as possible.
+Each figure is a mean over half a second or more: a run, too, gets what others leave it on average, not at best.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from outcore.planning.this import sizes
 from outcore.planning.work import Work
 
 ROUNDS = 3
+SPAN = 0.6
+"""Least rounds and seconds of a measurement."""
 DISK_SAMPLE = 512 << 20
 EXTENT = 32 << 20
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -80,17 +82,16 @@ def measure(
     )
 
 
-def best(work: Callable[[], object], device: torch.device, rounds: int = ROUNDS) -> float:
-    """Seconds that some work takes at its best, after it was done once."""
+def mean(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds that some work takes on average over `SPAN`, after it was done once."""
     work()
-    times = []
-    for _ in range(rounds):
-        _finish(device)
-        start = time.perf_counter()
+    _finish(device)
+    count, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < SPAN or count < ROUNDS:
         work()
         _finish(device)
-        times.append(time.perf_counter() - start)
-    return min(times)
+        count += 1
+    return elapsed / count
 
 
 def _finish(device: torch.device) -> None:
@@ -105,7 +106,7 @@ def products(dtype: torch.dtype, device: torch.device) -> float:
     while size <= 8192:
         try:
             a = torch.randn(size, size, device=device).to(dtype)
-            seconds = best(lambda a=a: a @ a, device)  # type: ignore[misc]
+            seconds = mean(lambda a=a: a @ a, device)  # type: ignore[misc]
         except RuntimeError:
             return rate
         rate = max(rate, 2 * size**3 / seconds)
@@ -118,14 +119,14 @@ def products(dtype: torch.dtype, device: torch.device) -> float:
 def elementwise(device: torch.device) -> float:
     """Bytes per second, read and written, of bf16 operators beside matrix products."""
     x = torch.randn(1 << 24, device=device).to(torch.bfloat16)
-    return 3 * x.nbytes / best(lambda: x + x, device)  # two arguments and a result, as a plan counts them
+    return 3 * x.nbytes / mean(lambda: x + x, device)  # two arguments and a result, as a plan counts them
 
 
 def copying() -> float:
     """Bytes per second, read and written, of a copy in DRAM."""
     source = torch.randn(1 << 25)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / best(lambda: target.copy_(source), torch.device("cpu"))
+    return 2 * source.nbytes / mean(lambda: target.copy_(source), torch.device("cpu"))
 
 
 def links(device: torch.device) -> tuple[float, float]:
@@ -135,8 +136,8 @@ def links(device: torch.device) -> tuple[float, float]:
     except RuntimeError:
         host = torch.empty(256 << 20, dtype=torch.uint8)
     there = torch.empty_like(host, device=device)
-    down = best(lambda: there.copy_(host, non_blocking=True), device)
-    return host.nbytes / down, host.nbytes / best(lambda: host.copy_(there, non_blocking=True), device)
+    down = mean(lambda: there.copy_(host, non_blocking=True), device)
+    return host.nbytes / down, host.nbytes / mean(lambda: host.copy_(there, non_blocking=True), device)
 
 
 def updating() -> float:
@@ -152,7 +153,7 @@ def updating() -> float:
         rule.update(parameter, gradient, planes, hyper, 1, GradTransform())
 
     written = parameter.nbytes + sum(plane.nbytes for plane in planes)
-    return (gradient.nbytes + 2 * written) / best(work, torch.device("cpu"))
+    return (gradient.nbytes + 2 * written) / mean(work, torch.device("cpu"))
 
 
 def launching(device: torch.device) -> float:
@@ -163,7 +164,7 @@ def launching(device: torch.device) -> float:
     counter = _Counter()
     with counter:
         model(x).sum().backward()
-    return best(lambda: model(x).sum().backward(), device) / counter.work.operators
+    return mean(lambda: model(x).sum().backward(), device) / counter.work.operators
 
 
 class _Counter(TorchDispatchMode):
@@ -203,5 +204,5 @@ def disk(folder: str | os.PathLike[str]) -> tuple[float, float]:
                 for future in [tier.read(e, r.buffer) for e, r in zip(group, regions, strict=False)]:
                     future.result()
 
-        wrote = best(write, torch.device("cpu"))
-        return DISK_SAMPLE / best(read, torch.device("cpu")), DISK_SAMPLE / wrote
+        wrote = mean(write, torch.device("cpu"))
+        return DISK_SAMPLE / mean(read, torch.device("cpu")), DISK_SAMPLE / wrote
