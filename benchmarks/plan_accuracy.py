@@ -2,7 +2,7 @@
 
 Memory: GPT-2, Llama, T5 and Mixtral at toy size and GPT-2 124M, kept and recomputed, 1 and 4 micro-batches, tight and
 roomy, on the CPU and, if asked for, on the emulated device. Time: the same runs of a model large enough to be timed,
-against a profile of this machine that is measured first.
+each against a profile of this machine that is measured just before it.
 
     python benchmarks/plan_accuracy.py --folder DIR [--device emu] [--time] [--large] [--json FILE]
 """
@@ -154,18 +154,20 @@ def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def times(options: argparse.Namespace) -> list[dict[str, Any]]:
     device = torch.device(options.device or "cpu")
-    machine = profile(device, options.folder, lambda said: print(f"measuring {said}", flush=True))
     rows = []
     for label, case in time_cases(options.device).items():
+        machine = profile(
+            device, options.folder
+        )  # anew each time: on a shared machine it changes by the minute
         row = compare(case, machine, options.folder)
-        rows.append({"case": label, **row})
+        rows.append({"case": label, "machine": asdict(machine), **row})
         planned, found, share = row["seconds"]
         print(f"{label:32} planned {planned:.3f} s, measured {found:.3f} s, {100 * share:+.0f} %", flush=True)
     planned = [row["seconds"][0] for row in rows]
     found = [row["seconds"][1] for row in rows]
     within = sum(abs(row["seconds"][2]) <= 0.15 for row in rows)
     print(f"\n{within} of {len(rows)} within 15 %; rank correlation {correlation(planned, found):.2f}")
-    return [{"machine": asdict(machine)}, *rows]
+    return rows
 
 
 def main() -> None:
