@@ -54,7 +54,7 @@ class Cache:
         self.waited = {"disk read": 0.0, "disk write": 0.0}
         self._leaving = 0
         self._count = 0
-        self._resident: set[Piece] = set()
+        self._resident: dict[Piece, None] = {}  # in order: a set would be in that of addresses
         self._heap: list[tuple[int, bool, int, int, Piece]] = []
 
     @property
@@ -145,7 +145,7 @@ class Cache:
             if piece.residence is Residence.EMPTY or (fresh and piece.residence is Residence.DISK):
                 self._make_room(piece.nbytes)
                 piece.residence = Residence.DIRTY
-                self._resident.add(piece)
+                self._resident[piece] = None
                 self._charge(piece.nbytes)
             elif piece.residence is Residence.DISK:
                 self._make_room(piece.nbytes)
@@ -175,7 +175,7 @@ class Cache:
         while piece.residence in (Residence.READING, Residence.WRITING):
             self._wait("disk write")
         if piece.on_host:
-            self._resident.discard(piece)
+            self._resident.pop(piece, None)
             self.used -= piece.nbytes
         piece.residence = Residence.EMPTY
         if piece.stored:
@@ -241,7 +241,7 @@ class Cache:
     def _evict(self, piece: Piece, now: float) -> None:
         if piece.residence is Residence.CLEAN:
             piece.residence = Residence.DISK
-            self._resident.discard(piece)
+            self._resident.pop(piece, None)
             self.used -= piece.nbytes
         elif piece.residence is Residence.DIRTY and self.disk is not None:
             if not piece.stored:
@@ -259,7 +259,7 @@ class Cache:
     def _begin_read(self, piece: Piece, now: float) -> None:
         assert self.disk is not None
         piece.residence = Residence.READING
-        self._resident.add(piece)
+        self._resident[piece] = None
         self._charge(piece.nbytes)
         self.disk.submit(piece, False, now)
 
@@ -282,7 +282,7 @@ class Cache:
             self._leaving -= piece.nbytes
             if piece.pins == 0 and (self.used + self.reserved > self._budget or not self.holding):
                 piece.residence = Residence.DISK
-                self._resident.discard(piece)
+                self._resident.pop(piece, None)
                 self.used -= piece.nbytes
             elif piece.pins == 0:
                 self._offer(piece)
