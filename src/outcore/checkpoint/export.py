@@ -43,7 +43,7 @@ def export(model: nn.Module, path: str | PathLike[str], dtype: PrecisionName = "
     """
     target = Precision(dtype).dtype
     engine = engine_with(model, None)
-    engine.stage.synchronize()
+    engine.settle()
     layout = Layout(SHARD_BYTES, {"format": "pt"})
     names = _names(engine)
     parameters = {

@@ -17,49 +17,22 @@ The pool is told when things are needed (`Order`) and whom to evict (`Replacer`)
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from enum import Enum
-from types import TracebackType
 
 from outcore.chunks.chunk import Chunk, Residence
+from outcore.chunks.guards import Access as Access
+from outcore.chunks.guards import Guard as Guard
+from outcore.chunks.guards import SideGuard
 from outcore.chunks.replacers import Order, Replacer
 from outcore.errors import BudgetError, StateError, TierError
 from outcore.memory.disk import DiskTier
 from outcore.memory.ledger import Ledger
 
+WATCH = 0.5
+"""Seconds after which a thread that waits for room looks whether it is still wanted."""
+
 UNDER_WAY = frozenset({Residence.READING, Residence.WRITING})
-
-
-class Access(Enum):
-    """What a guard may do with the bytes."""
-
-    READ = "read"
-    WRITE = "write"
-    """Read and change them: the disk copy becomes stale."""
-    FRESH = "fresh"
-    """Overwrite all of them: what was there is not read back, and an empty chunk starts as zeros."""
-
-
-class Guard:
-    """Pins chunks while open. A context manager; closing twice is harmless."""
-
-    def __init__(self, pool: Pool, chunks: Sequence[Chunk]) -> None:
-        self._pool = pool
-        self._chunks = chunks
-
-    def close(self) -> None:
-        chunks, self._chunks = self._chunks, ()
-        if chunks:
-            self._pool._unpin(chunks)
-
-    def __enter__(self) -> Guard:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class Pool:
@@ -100,6 +73,8 @@ class Pool:
         self._leaving = 0
         self._clock = 0
         self._transfers = 0
+        self._beside = 0
+        self._most_reserved = 0
         self._failure: BaseException | None = None
         self._closed = False
 
@@ -120,6 +95,11 @@ class Pool:
             return self._borrowed + sum(chunk.nbytes for chunk in self._resident if chunk.pins)
 
     @property
+    def floor(self) -> int:
+        """Bytes that were left for chunks where activations took the most so far."""
+        return self._budget - self._most_reserved
+
+    @property
     def ceiling(self) -> int:
         """Bytes the chunks may hold on the host now."""
         return self._budget - self._reserved
@@ -135,6 +115,7 @@ class Pool:
         """
         with self._lock:
             self._reserved, self._ahead = nbytes, max(nbytes, ahead)
+            self._most_reserved = max(self._most_reserved, nbytes)
             self._make_room(0, None)
 
     def hold_idle(self, on: bool) -> None:
@@ -155,7 +136,8 @@ class Pool:
                     self._drop(chunk, Residence.DISK)
                 else:
                     self._begin_write(chunk)
-            if not any(chunk.pins == 0 and chunk.residence in UNDER_WAY for chunk in self._resident):
+            leaving = any(chunk.pins == 0 and chunk.residence in UNDER_WAY for chunk in self._resident)
+            if not leaving and not self._beside:
                 return
             with self._ledger.waiting("disk write"):
                 self._changed.wait()
@@ -184,12 +166,81 @@ class Pool:
                 for chunk in wanted:
                     self._settle(chunk, access)
             except BaseException:
-                self._unpin(wanted)
+                self.unpin(wanted)
                 raise
             self._clock += 1
             for chunk in wanted:
                 chunk.last_use = self._clock
         return Guard(self, wanted)
+
+    def guard_if_room(
+        self, reads: Sequence[Chunk], writes: Sequence[Chunk], claim: Callable[[], bool]
+    ) -> Guard | None:
+        """Guard chunks for a thread beside the one that trains: for reading, and for writing.
+
+        Room is taken only from what is needed later than they are, and waited for holding nothing, so the
+        training thread never finds less than it would alone. ``claim`` is called when there is room, before
+        anything is held. ``None`` if it refuses, or if there is no room for a while.
+
+        Raises:
+            TierError: a read failed.
+        """
+        chunks = (*reads, *writes)
+        with self._lock:
+            if not self._enter(chunks, claim):
+                self._changed.wait(WATCH)
+                if not self._enter(chunks, claim):
+                    return None
+            guard = SideGuard(self, chunks)
+            self._beside += 1
+            try:
+                while any(chunk.residence is Residence.READING for chunk in chunks) or any(
+                    chunk.residence is Residence.WRITING for chunk in writes
+                ):
+                    self._changed.wait()
+                for chunk in chunks:
+                    if not chunk.on_host:
+                        raise chunk.error or StateError("a chunk left while it was in use")
+                for chunk in writes:
+                    if chunk.residence is Residence.CLEAN:
+                        chunk.move(Residence.DIRTY)
+            except BaseException:
+                guard.close()
+                raise
+            self._clock += 1
+            for chunk in chunks:
+                chunk.last_use = self._clock
+            return guard
+
+    def _enter(self, chunks: Sequence[Chunk], claim: Callable[[], bool]) -> bool:
+        """Pin chunks and start reading those that are on disk, if there is room and the claim is granted."""
+        if not self._holds_idle or self._closed:
+            return False
+        distance = min(self._order.next_use(chunk) for chunk in chunks)
+        entered = False
+        for chunk in chunks:
+            chunk.pins += 1  # none of them may make room for the others
+        try:
+            absent = [chunk for chunk in chunks if not chunk.on_host]
+            ready = (
+                all(chunk.error is None for chunk in absent)
+                and self._try_room(sum(chunk.nbytes for chunk in absent), distance)
+                and claim()
+            )
+            if ready:
+                for chunk in absent:
+                    self._begin_read(chunk)
+                entered = True
+        finally:
+            if not entered:
+                for chunk in chunks:
+                    chunk.pins -= 1
+        return entered
+
+    def wake(self) -> None:
+        """Let all who wait look again."""
+        with self._lock:
+            self._changed.notify_all()
 
     def _bring(self, chunk: Chunk, access: Access) -> None:
         """Start what must happen before the chunk can be used."""
@@ -223,8 +274,9 @@ class Pool:
         if chunk.residence is Residence.CLEAN:
             chunk.move(Residence.DIRTY)
 
-    def _unpin(self, chunks: Sequence[Chunk]) -> None:
+    def unpin(self, chunks: Sequence[Chunk], beside: int = 0) -> None:
         with self._lock:
+            self._beside -= beside
             for chunk in chunks:
                 assert chunk.pins > 0, chunk.name
                 chunk.pins -= 1
@@ -260,7 +312,7 @@ class Pool:
         """
         with self._lock:
             while not self._try_room(nbytes, -1):
-                if self._transfers == 0:
+                if self._is_quiet():
                     self._refuse(nbytes)
                 self._changed.wait()
             self._used += nbytes
@@ -324,7 +376,7 @@ class Pool:
         while not self._try_room(nbytes, -1):
             if newcomer is not None and newcomer.on_host:
                 return
-            if self._transfers == 0:
+            if self._is_quiet():
                 if newcomer is None:
                     return
                 self._refuse(nbytes)
@@ -346,6 +398,10 @@ class Pool:
             else:
                 self._begin_write(victim)
         return True
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing is under way that will make room."""
+        return self._transfers == 0 and self._beside == 0
 
     def _is_too_full(self) -> bool:
         return self._used > self.ceiling or not self._holds_idle
@@ -399,7 +455,12 @@ class Pool:
         chunk.move(Residence.READING)
         self._charge(chunk)
         self._transfers += 1
-        future = self._disk.read(chunk.extent, chunk.region.buffer)
+        try:
+            future = self._disk.read(chunk.extent, chunk.region.buffer)
+        except BaseException:
+            self._transfers -= 1
+            self._drop(chunk, Residence.DISK)
+            raise
         future.add_done_callback(lambda done: self._read_done(chunk, done))
 
     def _read_done(self, chunk: Chunk, done: Future[None]) -> None:
@@ -420,7 +481,13 @@ class Pool:
         chunk.move(Residence.WRITING)
         self._transfers += 1
         self._leaving += chunk.nbytes
-        future = self._disk.write(chunk.extent, chunk.region.buffer)
+        try:
+            future = self._disk.write(chunk.extent, chunk.region.buffer)
+        except BaseException:
+            self._transfers -= 1
+            self._leaving -= chunk.nbytes
+            chunk.move(Residence.DIRTY)
+            raise
         future.add_done_callback(lambda done: self._write_done(chunk, done))
 
     def _write_done(self, chunk: Chunk, done: Future[None]) -> None:

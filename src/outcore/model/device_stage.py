@@ -12,7 +12,7 @@ A frame's storage is resized to nothing and back, so that aliases saved by autog
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,10 +24,14 @@ from outcore.memory.ledger import Ledger
 from outcore.model.descent import Descent
 from outcore.model.stage import view
 from outcore.model.unit import Binding, Unit
+from outcore.optim.pipeline import Updates
 from outcore.trace.clock import Clock
 
 AHEAD = 6
-"""Ticks ahead for which units are lifted before they are asked for."""
+"""Uses of units for which they are lifted before they are asked for."""
+
+AHEAD_TICKS = 256
+"""Ticks among which those uses are looked for: there are updates between them."""
 
 
 @dataclass(eq=False)
@@ -64,6 +68,7 @@ class DeviceStage:
         clock: Clock,
         ledger: Ledger,
         budget: int,
+        updates: Updates,
         prefetch: bool,
     ) -> None:
         self.device = device
@@ -77,6 +82,7 @@ class DeviceStage:
         self._reserved = 0
         self._ahead = 0
         self._occupied = 0
+        self._updates = updates
         self._prefetch = prefetch
         self._holds_idle = True
         self._frames = {unit: self._frame(unit) for unit in units}
@@ -241,19 +247,31 @@ class DeviceStage:
         if not (self._prefetch and self._holds_idle):
             return
         beside = self._ahead - self._reserved
-        for distance, key in enumerate(self._clock.upcoming(AHEAD), start=1):
-            if not (isinstance(key, tuple) and key[0] in ("forward", "backward")):
-                return
-            unit = self._units[key[1]]
-            if distance == 1 and key[0] == "backward":
+        near = True
+        for distance, phase, unit in self._coming():
+            if near and phase == "backward":
                 beside += self._gradient_room(unit)
+            near = False
             if self._frames[unit].here:
                 continue
+            if self._updates.is_due(unit.stores):
+                return
             if not all(self._pool.is_on_host(chunk) for chunk in unit.parameter_chunks):
                 return
             if not self._try_room(unit_bytes(unit) + beside, distance):
                 return
             self._lift(unit)
+
+    def _coming(self) -> Iterator[tuple[int, str, Unit]]:
+        """The next uses of units: ticks until then, forward or backward, and the unit."""
+        uses = 0
+        for distance, key in self._clock.upcoming(AHEAD_TICKS):
+            assert isinstance(key, tuple)
+            if key[0] in ("forward", "backward"):
+                yield distance, key[0], self._units[key[1]]
+                uses += 1
+            if uses == AHEAD or key[0] == "read":
+                return
 
     def _gradient_room(self, following: Unit) -> int:
         """Bytes of the next gradient buffer, of a unit that is open or of the one that follows.

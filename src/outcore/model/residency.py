@@ -10,6 +10,7 @@ import torch
 from outcore.model.stage import Stage
 from outcore.model.unit import Unit
 from outcore.optim.gradients import Gradients
+from outcore.optim.pipeline import Updates
 from outcore.trace.clock import Clock
 from outcore.trace.gauge import Gauge
 
@@ -19,11 +20,14 @@ Phase = Literal["forward", "backward", "read"]
 class Residency:
     """Counts who needs a unit. Nested and repeated openings are legal."""
 
-    def __init__(self, stage: Stage, clock: Clock, gradients: Gradients, gauge: Gauge) -> None:
+    def __init__(
+        self, stage: Stage, clock: Clock, gradients: Gradients, gauge: Gauge, updates: Updates
+    ) -> None:
         self._stage = stage
         self._gradients = gradients
         self._clock = clock
         self._gauge = gauge
+        self._updates = updates
         self._views: dict[Unit, Sequence[torch.Tensor]] = {}
 
     def enter(self, unit: Unit, phase: Phase) -> None:
@@ -46,6 +50,7 @@ class Residency:
         if phase == "backward":
             needs += self._gradients.expected(unit.stores)
         self._gauge.window((phase, unit.index))
+        self._updates.settle(unit.stores)
         self._clock.tick((phase, unit.index), needs)
         self._stage.open(unit)
         if unit not in self._views:

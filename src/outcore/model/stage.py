@@ -51,7 +51,7 @@ class Stage(Protocol):
         """Wait until all gradients have arrived on the host."""
 
     def anticipate(self) -> None:
-        """An update is over: begin to bring what the next lap needs first."""
+        """A step was called: begin to bring what the next lap needs first."""
 
     def occupy(self, nbytes: int) -> None:
         """Count bytes beside parameters that stay where the device computes (buffers)."""
