@@ -28,6 +28,7 @@ from outcore.model.policies import Activations, Precision
 from outcore.optim.foreign import Foreign
 from outcore.optim.optimizer import Optimizer
 from outcore.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
+from outcore.report.tracer import record
 
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ __all__ = [
     "gather",
     "load",
     "offload",
+    "record",
     "release",
     "save",
     "snapshot",

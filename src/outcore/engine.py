@@ -90,7 +90,7 @@ class Engine:
         self.stage = site.furnish(self.units, self.pool, self.gradients, self.clock, self.ledger)
         roomy = 2 * found.total <= limits.host
         self.gauge = site.gauge(self.stage, self.pool, self.ledger, roomy, self._outside)
-        self.residency = Residency(self.stage, self.clock, self.gradients, self.gauge)
+        self.residency = Residency(self.stage, self.clock, self.gradients, self.gauge, self.ledger)
         self.backward = BackwardPass(self.residency, self.stage.gradients_complete)
         self.pipeline = (
             None

@@ -382,14 +382,14 @@ class Pool:
     def _charge(self, chunk: Chunk) -> None:
         self._resident[chunk] = None
         self._used += chunk.nbytes
-        self._ledger.hold("host", chunk.nbytes)
+        self._ledger.hold("host", chunk.nbytes, chunk.kind.value)
 
     def _drop(self, chunk: Chunk, to: Residence) -> None:
         chunk.move(to)
         del self._resident[chunk]
         self._used -= chunk.nbytes
         chunk.region.release()
-        self._ledger.hold("host", -chunk.nbytes)
+        self._ledger.hold("host", -chunk.nbytes, chunk.kind.value)
 
     # -- transfers --------------------------------------------------------------------------------
 
@@ -416,7 +416,7 @@ class Pool:
     def _begin_write(self, chunk: Chunk) -> None:
         assert self._disk is not None
         if chunk.extent is None:
-            chunk.extent = self._disk.allocate(chunk.nbytes)
+            chunk.extent = self._disk.allocate(chunk.nbytes, chunk.name)
         chunk.move(Residence.WRITING)
         self._transfers += 1
         self._leaving += chunk.nbytes
@@ -453,4 +453,4 @@ class Pool:
                 del self._resident[chunk]
                 self._used -= chunk.nbytes
                 chunk.region.release()
-                self._ledger.hold("host", -chunk.nbytes)
+                self._ledger.hold("host", -chunk.nbytes, chunk.kind.value)

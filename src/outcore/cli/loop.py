@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ def train(
     accumulate: int,
     clip: float,
     interrupts: Interrupts,
+    watch: Callable[[int], AbstractContextManager[None]],
 ) -> Iterator[Step]:
     """Take optimizer steps, and yield each one's measurements as it ends.
 
@@ -32,25 +34,27 @@ def train(
         accumulate: micro-batches of a step; each counts alike.
         clip: largest norm of the gradient, 0 for no clipping.
         interrupts: asked between passes.
+        watch: gives, for the number of a step, what to run it in.
     """
     for number in range(1, steps + 1):
-        before = outcore.snapshot(model)
-        start = time.perf_counter()
-        losses, tokens = [], 0
-        for _ in range(accumulate):
-            ids = torch.from_numpy(batches.next()).to(device)
-            interrupts.check()
-            loss = model(input_ids=ids, labels=ids).loss
-            interrupts.check()
-            optimizer.backward(loss / accumulate if accumulate > 1 else loss)
-            interrupts.check()
-            losses.append(loss.detach())
-            tokens += ids.numel()
-        norm = float(optimizer.clip_grad_norm_(clip)) if clip > 0 else None
-        lr = float(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = sum(float(loss) for loss in losses) / accumulate
-        seconds = time.perf_counter() - start
-        after = outcore.snapshot(model)
+        with watch(number):
+            before = outcore.snapshot(model)
+            start = time.perf_counter()
+            losses, tokens = [], 0
+            for _ in range(accumulate):
+                ids = torch.from_numpy(batches.next()).to(device)
+                interrupts.check()
+                loss = model(input_ids=ids, labels=ids).loss
+                interrupts.check()
+                optimizer.backward(loss / accumulate if accumulate > 1 else loss)
+                interrupts.check()
+                losses.append(loss.detach())
+                tokens += ids.numel()
+            norm = float(optimizer.clip_grad_norm_(clip)) if clip > 0 else None
+            lr = float(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            optimizer.zero_grad()
+            mean = sum(float(loss) for loss in losses) / accumulate
+            seconds = time.perf_counter() - start
+            after = outcore.snapshot(model)
         yield Step(number, mean, lr, norm, tokens, seconds, before, after, optimizer.skipped_steps)

@@ -10,6 +10,7 @@ import typer
 
 from outcore.cli.failures import INTERRUPTED, reported
 from outcore.cli.generate import generate
+from outcore.cli.report import report
 from outcore.cli.train import train
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(generate)
+app.command()(report)
 
 
 def _version(wanted: bool) -> None:

@@ -41,6 +41,7 @@ class Settings:
     activations: str
     seed: int
     log_dir: Path
+    trace_steps: str
 
     def __post_init__(self) -> None:
         options.at_least(2, seq_len=self.seq_len)
@@ -97,9 +98,17 @@ def train(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="For metrics.jsonl, TensorBoard and the tokenizer. By default runs/MODEL-DATE-TIME.",
+            help="For metrics.jsonl, TensorBoard, trace.json and the tokenizer. By default runs/MODEL-DATE-TIME.",
         ),
     ] = None,
+    trace_steps: Annotated[
+        str,
+        typer.Option(
+            metavar="STEPS",
+            help="Steps to record in trace.json, for outcore report and Perfetto: numbers, ranges and the word "
+            "last; or none.",
+        ),
+    ] = "2-3,last",
 ) -> None:
     """Train a language model with its states spread over accelerator, DRAM and disk."""
     with reported():
@@ -121,6 +130,7 @@ def train(
             activations=activations,
             seed=seed,
             log_dir=log_dir or _named(model),
+            trace_steps=trace_steps,
         )
         run(settings)
 
@@ -138,6 +148,8 @@ def run(settings: Settings) -> None:
     from outcore.memory.device import find
     from outcore.report.console import Progressed, make_console, show_end, show_plan
     from outcore.report.metrics import Metrics
+    from outcore.report.run import write_run
+    from outcore.report.tracer import Tracer, parse_steps
 
     console = make_console()
     device = find(settings.device)
@@ -148,6 +160,7 @@ def run(settings: Settings) -> None:
     activations = outcore.Activations(settings.activations)  # type: ignore[arg-type]
     found = recipe(settings.optimizer)
     metrics = Metrics(settings.log_dir)
+    traced = parse_steps(settings.trace_steps, settings.steps)
     texts = _texts(settings)
     built = build(settings.model, training=True)
     if built.positions is not None and settings.seq_len > built.positions:
@@ -170,9 +183,11 @@ def run(settings: Settings) -> None:
         )
         try:
             interrupts.check()
-            show_plan(console, describe(settings, built, said, lr, device))
+            plan = describe(settings, built, said, lr, device)
+            show_plan(console, plan)
             steps = []
-            with metrics, Progressed(console, settings.steps) as progress:
+            tracer = Tracer(built.model, settings.log_dir, traced)
+            with metrics, tracer, Progressed(console, settings.steps) as progress:
                 for step in loop.train(
                     built.model,
                     optimizer,
@@ -182,14 +197,18 @@ def run(settings: Settings) -> None:
                     accumulate=settings.accumulate,
                     clip=settings.clip,
                     interrupts=interrupts,
+                    watch=tracer.step,
                 ):
                     metrics.write(step)
+                    if step.number == 1:
+                        write_run(settings.log_dir, plan)
+                    tracer.write(more=True)
                     if trained is not None and step.number == 1:
                         trained.save(settings.log_dir / "tokenizer.json")
                     progress.show(step)
                     steps.append(step)
             show_end(console, steps)
-            console.print(f"metrics in {settings.log_dir}")
+            console.print(f"metrics in {settings.log_dir}; outcore report {settings.log_dir} draws them")
         finally:
             outcore.release(built.model)
 

@@ -108,8 +108,8 @@ class DiskTier:
         """Bytes of the extents that are allocated, in whole blocks."""
         return sum(lane.space.used for lane in self._lanes)
 
-    def allocate(self, nbytes: int) -> Extent:
-        """A place for ``nbytes`` bytes.
+    def allocate(self, nbytes: int, name: str = "") -> Extent:
+        """A place for ``nbytes`` bytes; what they are is told to whoever looks on.
 
         Raises:
             DiskFullError: no room within the budget, or on the device.
@@ -134,7 +134,7 @@ class DiskTier:
                     refusal = failure(error, "growth", lane.file, length, offset + space - length, 0)
                     continue
                 self._ledger.hold("disk", space)
-                return Extent(nbytes, offset, index)
+                return Extent(nbytes, offset, index, name)
             raise refusal or self._full(space)
 
     def free(self, extent: Extent) -> None:

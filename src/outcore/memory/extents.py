@@ -19,12 +19,14 @@ class Extent:
         nbytes: bytes it holds, as asked for.
         offset: where it starts in its file; a multiple of `BLOCK`.
         lane: which file.
+        name: what its bytes are, for reports.
         generation: how many times it has been written.
     """
 
     nbytes: int
     offset: int
     lane: int
+    name: str = field(default="", repr=False)
     generation: int = 0
     _digests: list[int] | None = field(default=None, repr=False)
     _readers: int = field(default=0, repr=False)

@@ -25,7 +25,7 @@ from outcore.errors import CorruptionError, StateError
 from outcore.memory import blocks
 from outcore.memory.blockfile import BlockFile
 from outcore.memory.extents import Extent, Space
-from outcore.memory.ledger import Ledger
+from outcore.memory.ledger import Ledger, Link
 from outcore.memory.transfer import Completer, Transfer
 
 READS_PER_WRITE = 3
@@ -185,6 +185,8 @@ class Lane:
             queue = self._writes if writing else self._reads
             transfer = queue[0]
             index = transfer.following
+            if index == 0:
+                transfer.began = self._ledger.mark()
             transfer.following += 1
             transfer.running += 1
             if transfer.following == transfer.pieces:
@@ -234,6 +236,8 @@ class Lane:
                 extent.generation += 1
         else:
             extent._readers -= 1
+        link: Link = "disk write" if transfer.writing else "disk read"
+        self._ledger.span(link, extent.name, transfer.began, extent.nbytes)
         self._active -= 1
         if self._active == 0:
             self._busy += time.perf_counter() - self._busy_since

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 
 from outcore.memory.extents import Extent
+from outcore.memory.observer import Mark
 
 
 class Transfer:
@@ -22,6 +23,7 @@ class Transfer:
         following: the next piece to start.
         running: pieces under way.
         digests: one per piece; of what is written, or of what must be read.
+        began: when its first piece started, if somebody looks on.
         error: the first that any piece met.
     """
 
@@ -37,6 +39,7 @@ class Transfer:
         self.following = 0
         self.running = 0
         self.digests = [0] * self.pieces
+        self.began: Mark | None = None
         self.error: BaseException | None = None
         self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()  # from here on it can't be cancelled

@@ -76,7 +76,11 @@ class Pipeline:
         gradient = self._gradients.chunk(store, k)
         written = needs(store, k)
         self._clock.tick(("update", store.name, k), (gradient, *written))
-        with self._pool.guard([gradient], Access.READ), self._pool.guard(written, Access.WRITE):
+        with (
+            self._pool.guard([gradient], Access.READ),
+            self._pool.guard(written, Access.WRITE),
+            self._ledger.doing("update", written[0].name),
+        ):
             parameter, values, planes = store.parameter(k), self._gradients.values(store, k), store.state(k)
             for segment in store.run.segments(k):
                 if self._gradients.present(segment.slot):

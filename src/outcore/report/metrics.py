@@ -80,16 +80,21 @@ class Metrics:
     def _open(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / NAME
-        if path.exists():
-            number = 1
-            while (older := self.directory / f"{NAME}.{number}").exists():
-                number += 1
-            path.rename(older)
+        set_aside(path)
         self._file = path.open("x", encoding="utf-8")
         if has_tensorboard():
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(self.directory))
+
+
+def set_aside(path: Path) -> None:
+    """Give a file of an earlier run, if there is one, the first free name of ``path.1``, ``path.2`` and so on."""
+    if path.exists():
+        number = 1
+        while (older := path.with_name(f"{path.name}.{number}")).exists():
+            number += 1
+        path.rename(older)
 
 
 def has_tensorboard() -> bool:
