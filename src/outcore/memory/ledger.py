@@ -125,6 +125,11 @@ class Ledger:
                 for (tier, kind), nbytes in self._kinds.items():
                     observer.level(tier, kind, nbytes)
 
+    @property
+    def observed(self) -> bool:
+        """Whether somebody looks on."""
+        return self._observer is not None
+
     def mark(self, where: Where = None) -> Mark | None:
         """The present moment, for `span`; ``None`` while nobody looks on."""
         observer = self._observer

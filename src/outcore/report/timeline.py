@@ -132,7 +132,7 @@ class Timeline:
         Raises:
             StateError: a step is being recorded already.
         """
-        if self._raw is not None:
+        if self._ledger.observed:
             raise StateError("a step of this model is being recorded already")
         raw = self._raw = _Raw()
         self._tie = self._synchronize()

@@ -28,6 +28,9 @@ ROWS = 6
 STATES = 1200
 """The most states of a tier that are drawn."""
 
+FAR = 3
+"""A budget this many times the peak is not drawn: the picture shows what is held instead."""
+
 LABELLED = 0.004
 """Share of the step from which on a span carries its name; the script hides those that don't fit."""
 
@@ -52,26 +55,32 @@ def gantt(record: Record) -> Markup:
     tiers = fillings(record, STATES)
     lanes = [*_resources(record), *(_tier(filling, record) for filling in tiers)]
     at = AXIS
-    drawn, labels = [], []
+    backs, drawn, labels = [], [], []
     for lane in lanes:
-        drawn.append(tag("rect", x=0, width="100%", y=at, height=lane.height, class_="lane"))
+        backs.append(tag("rect", x=0, width="100%", y=at, height=lane.height, class_="lane"))
         drawn.append(tag("svg", lane.drawn, x=0, width="100%", y=at, height=lane.height, overflow="hidden"))
         facts = [tag("small", fact) for fact in lane.facts]
         labels.append(tag("div", tag("b", lane.title), facts, style=f"top:{at}px;height:{lane.height}px"))
         at += lane.height + PAD
     seconds = record.seconds
     marks = ticks(0, seconds, 8)
-    said = plain(marks)
+    said, unit = (plain(marks), "s") if seconds >= 1 else (plain([1e3 * m for m in marks]), "ms")
     axis = [
         (
             tag("line", x1=percent(m / seconds), x2=percent(m / seconds), y1=AXIS - 5, y2=at, class_="grid"),
-            tag("text", f"{said(m)} s", x=percent(m / seconds), y=AXIS - 9, class_="tick"),
+            tag(
+                "text",
+                f"{said(m if unit == 's' else 1e3 * m)} {unit}",
+                x=percent(m / seconds),
+                y=AXIS - 9,
+                class_="tick",
+            ),
         )
         for m in marks
         if m < 0.97 * seconds
     ]
     picture = tag(
-        "svg", tag("g", axis, class_="time"), drawn,
+        "svg", backs, tag("g", axis, class_="time"), drawn,
         tag("line", x1=0, x2=0, y1=AXIS - 5, y2=at, class_="cross"),
         width="100%", height=at, role="img", aria_label=f"What happened when in step {record.number}",
     )  # fmt: skip
@@ -86,7 +95,7 @@ def gantt(record: Record) -> Markup:
     ]
     return tag(
         "div",
-        tag("div", legend([t for t in ("forward", "backward", "update", "waiting") if _has(record, t)]),
+        tag("div", legend([t for t in ("forward", "backward", "update") if _has(record, t)] + _waits(record)),
             tag("div", _tools(), class_="tools", hidden=True), class_="bar"),
         tag("div", tag("div", labels, class_="labels", style=f"height:{at}px"),
             tag("div", tag("div", picture, class_="inner"), class_="scroll", tabindex="0",
@@ -97,7 +106,16 @@ def gantt(record: Record) -> Markup:
 
 
 def _has(record: Record, track: str) -> bool:
-    return any(span.track.endswith(track) for span in record.spans)
+    return any(span.track == track for span in record.spans)
+
+
+def _look(span: Span) -> str:
+    """What names the colour of a span: a wait has that of the link that is waited for."""
+    return f"waiting for {span.name}" if span.track.endswith("waiting") else span.track
+
+
+def _waits(record: Record) -> list[str]:
+    return sorted({_look(span) for span in record.spans if span.track.endswith("waiting")})
 
 
 def _tools() -> list[Markup]:
@@ -149,7 +167,7 @@ def _fused(row: Iterable[Span], fine: float) -> list[list[Span]]:
             and span.seconds < fine
             and span.start - last[-1].stop < fine
             and span.stop - last[0].start < 4 * fine
-            and last[0].track == span.track
+            and _look(last[0]) == _look(span)
         ):
             last.append(span)
         else:
@@ -161,7 +179,7 @@ def _bar(members: list[Span], record: Record, y: int, height: int, named: bool) 
     first = members[0]
     start, stop = max(first.start, record.start), min(max(s.stop for s in members), record.stop)
     x, width = (start - record.start) / record.seconds, max(0.0, stop - start) / record.seconds
-    told, look = _told(members, record), f"span {colour(first.track)}"
+    told, look = _told(members, record), f"span {colour(_look(first))}"
     if not named or width < LABELLED or len(members) > 1:
         return tag("rect", x=percent(x), width=percent(width), y=y, height=height, class_=look, data_tip=told)
     return tag(
@@ -178,8 +196,11 @@ def _told(members: list[Span], record: Record) -> str:
     first, nbytes = members[0], sum(span.nbytes for span in members)
     seconds = sum(span.seconds for span in members)
     after = "" if members[-1].stop <= record.stop else ", ends after the step"
-    what = first.track if first.track != "waiting" else "waiting for"
-    title = f"{what} {first.name}" if len(members) == 1 else f"{len(members)} x {what}, from {first.name}"
+    if first.track.endswith("waiting"):
+        who = "compute stream: " if first.track == "device waiting" else ""
+        title = who + _look(first) + (f", {len(members)} times" if len(members) > 1 else "")
+    else:
+        title = f"{first.track} {first.name}" + (f" and {len(members) - 1} more" if len(members) > 1 else "")
     moved = f"\n{size(nbytes)}, {rate(nbytes, seconds)}" if nbytes else ""
     return (
         f"{title}\n{duration(seconds)}, from {duration(max(0.0, first.start - record.start))}{after}{moved}"
@@ -198,7 +219,8 @@ def _short(name: str) -> str:
 
 def _tier(filling: Filling, record: Record) -> Lane:
     peak, budget = filling.peak.total, filling.budget
-    top = max(peak, budget) * 1.06 or 1
+    near = budget <= FAR * peak
+    top = (max(peak, budget) if near else peak) * 1.06 or 1
     below = [0] * len(filling.states)
     areas = []
     for k, kind in enumerate(filling.kinds):
@@ -206,10 +228,11 @@ def _tier(filling: Filling, record: Record) -> Lane:
         areas.append(tag("path", d=_area(filling, below, above, top, record.seconds), class_=colour(kind)))
         below = above
     y = percent(1 - budget / top)
-    line = tag("line", x1=0, x2="100%", y1=y, y2=y, class_="budget") if budget else None
+    line = tag("line", x1=0, x2="100%", y1=y, y2=y, class_="budget") if budget and near else None
     facts = [f"peak {size(peak)}"]
     if budget:
         facts += [f"{share(peak, budget)} of", f"{size(budget)} budget"]
+        facts += [] if near else ["(not drawn)"]
     drawn = [
         tag("svg", areas, viewBox="0 0 1000 1000", preserveAspectRatio="none", width="100%", height="100%"),
         *([] if line is None else [line]),

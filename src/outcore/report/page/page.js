@@ -100,7 +100,9 @@
       if (zoom === 1) { time.innerHTML = first; return; }
       const wide = scroll.clientWidth * zoom;
       const step = round((whole / wide) * 110);
-      const digits = Math.max(0, Math.ceil(-Math.log10(step)) + (/^[^0.]*25/.test(step.toPrecision(2).replace(/[0.]/g, "")) ? 1 : 0));
+      const [factor, unit] = whole < 1 ? [1e3, "ms"] : [1, "s"];
+      let digits = 0;
+      while (digits < 6 && Math.abs(step * factor * 10 ** digits - Math.round(step * factor * 10 ** digits)) > 1e-6) digits += 1;
       const made = [];
       const model = document.createElementNS("http://www.w3.org/2000/svg", "line");
       for (let k = 0; k * step < whole && k < 4000; k += 1) {
@@ -109,7 +111,7 @@
         for (const [name, value] of Object.entries({ x1: x, x2: x, y1: 19, y2: picture.getAttribute("height"), class: "grid" })) line.setAttribute(name, value);
         const text = document.createElementNS("http://www.w3.org/2000/svg", "text");
         for (const [name, value] of Object.entries({ x, y: 15, class: "tick" })) text.setAttribute(name, value);
-        text.textContent = `${(k * step).toFixed(digits)} s`;
+        text.textContent = `${(k * step * factor).toFixed(digits)} ${unit}`;
         made.push(line, text);
       }
       time.replaceChildren(...made);
@@ -147,7 +149,7 @@
       else if (event.key === "0") set(1);
     });
 
-    const lanes = [...timeline.querySelectorAll(".labels > div")].slice(-held.length || Infinity);
+    const lanes = [...timeline.querySelectorAll(".labels > div")].slice(held.length ? -held.length : Infinity);
     const told = (x, y) => {
       const k = lanes.findIndex((lane) => {
         const box = lane.getBoundingClientRect();

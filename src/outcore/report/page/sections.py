@@ -13,6 +13,9 @@ from outcore.report.page.summary import lead, mean_parts, steady, which
 from outcore.report.shares import by_unit, uses
 from outcore.report.timeline import Record
 
+OUTLIER = 3
+"""A first step this many times as long as any other is left out where it would flatten the rest."""
+
 LAST_ROWS = 20
 """Steps that the table of steps shows."""
 
@@ -51,14 +54,16 @@ def split(rows: Sequence[Row]) -> Markup:
         + [("step", f"{whole:.3f}", f"{sum(row.tokens for row in some) / len(some) / whole:,.0f} tokens/s")],
     )
     names = list(parts)
-    per_step = {name: [row.parts.get(name, 0.0) for row in rows] for name in names}
+    shown = rows if rows[0].seconds <= OUTLIER * max(row.seconds for row in some) else some
+    title = "Each step, seconds" if shown is rows else f"Each step, seconds ({which(rows)})"
+    per_step = {name: [row.parts.get(name, 0.0) for row in shown] for name in names}
     return tag(
         "section",
         tag("h2", "Where a step's time goes"),
         tag("p", f"What the training thread does, mean of {which(rows)}. Waits are striped.", class_="note"),
         tag("div", tag("svg", bars, width="100%", height=34, role="img", aria_label=lead(rows)), class_="split"),
         tag("div", tag("div", curves.legend(names), listed),
-            curves.columns("Each step, seconds", [row.step for row in rows], per_step) if names else None,
+            curves.columns(title, [row.step for row in shown], per_step) if names else None,
             class_="pair"),
     )  # fmt: skip
 
