@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -90,8 +91,6 @@ class Page:
 
     def picture(self, *, whole: bool = True) -> bytes:
         """A PNG."""
-        import base64
-
         found = self._call(
             "Page.captureScreenshot",
             format="png",
@@ -106,8 +105,7 @@ class Page:
 
     def printed(self) -> bytes:
         """A PDF."""
-        import base64
-
+        self._call("Emulation.setEmulatedMedia", media="")
         return base64.b64decode(self._call("Page.printToPDF", printBackground=True)["data"])
 
     # -- the pipe ---------------------------------------------------------------------------------
@@ -154,7 +152,7 @@ def opened(path: str) -> Iterator[Page]:
     """A browser with one page."""
     there, to = os.pipe()
     back, from_ = os.pipe()
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-dev-shm-usage --remote-debugging-pipe"
         command = f'exec "$0" {flags} --user-data-dir="$1" about:blank 3<&{there} 4>&{from_}'
         process = subprocess.Popen(

@@ -416,7 +416,7 @@ class Pool:
     def _begin_write(self, chunk: Chunk) -> None:
         assert self._disk is not None
         if chunk.extent is None:
-            chunk.extent = self._disk.allocate(chunk.nbytes, chunk.name)
+            chunk.extent = self._disk.allocate(chunk.nbytes, chunk.name, chunk.kind.value)
         chunk.move(Residence.WRITING)
         self._transfers += 1
         self._leaving += chunk.nbytes

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from outcore.memory.blockfile import BLOCK
+from outcore.memory.ledger import OTHER
 
 
 @dataclass(eq=False, slots=True)
@@ -19,7 +20,8 @@ class Extent:
         nbytes: bytes it holds, as asked for.
         offset: where it starts in its file; a multiple of `BLOCK`.
         lane: which file.
-        name: what its bytes are, for reports.
+        name: whose bytes they are, for reports.
+        kind: what they are, as the ledger calls it.
         generation: how many times it has been written.
     """
 
@@ -27,6 +29,7 @@ class Extent:
     offset: int
     lane: int
     name: str = field(default="", repr=False)
+    kind: str = field(default=OTHER, repr=False)
     generation: int = 0
     _digests: list[int] | None = field(default=None, repr=False)
     _readers: int = field(default=0, repr=False)

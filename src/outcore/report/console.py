@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from outcore.memory.sizes import format_size
 from outcore.report.step import Step
+
+LEAST = 0.005
+"""Links that are waited for less than this share of a step are not named."""
 
 _QUIET = 1.0
 """Least seconds between two lines where there is no terminal to show a bar on."""
@@ -35,6 +39,15 @@ def show_plan(console: Console, plan: Mapping[str, str]) -> None:
     console.print(grid)
 
 
+class _Bar(Progress):
+    """A bar with what there is to say on lines of its own, which a narrow terminal folds."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        for task in self.tasks:
+            yield Text(task.fields["said"], overflow="fold")
+
+
 class Progressed:
     """Shows steps as they end: a bar on a terminal, else a line now and then (first and last always)."""
 
@@ -44,11 +57,10 @@ class Progressed:
         self._last = 0.0
         self._bar: Progress | None = None
         if console.is_terminal:
-            self._bar = Progress(
+            self._bar = _Bar(
                 TextColumn("training"),
                 BarColumn(bar_width=None),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[said]}"),
                 TimeRemainingColumn(),
                 console=console,
             )
@@ -83,7 +95,15 @@ def said(step: Step) -> str:
         for tier, budget in step.after.budget.items()
     )
     skipped = (f"skipped {step.skipped}",) if step.skipped else ()
-    return "  ".join((f"loss {step.loss:.4f}", f"{step.tokens_per_second:,.0f} tokens/s", *tiers, *skipped))
+    speed = f"{step.tokens_per_second:,.0f} tokens/s"
+    return "  ".join((f"loss {step.loss:.4f}", speed, waits(step), *tiers, *skipped))
+
+
+def waits(step: Step) -> str:
+    """The share of the step that waits, and on what: ``"waits 25% (disk read 18%, disk write 7%)"``."""
+    shares = sorted(step.wait_shares.items(), key=lambda item: -item[1])
+    named = ", ".join(f"{link} {share:.0%}" for link, share in shares if share >= LEAST)
+    return f"waits {sum(share for _, share in shares):.0%}" + (f" ({named})" if named else "")
 
 
 def show_end(console: Console, steps: Sequence[Step]) -> None:

@@ -126,7 +126,8 @@ def _object(path: Path, remarks: list[str], missing: str = "") -> Any:
     if text is None:
         return None
     try:
-        return json.loads(text)
+        found = json.loads(text)
+        return () if found is None else found  # null is not what anybody wrote, but it is there
     except (ValueError, RecursionError):
         remarks.append(f"{path.name} is damaged: it is not valid JSON, and is left out.")
         return None

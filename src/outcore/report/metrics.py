@@ -124,7 +124,7 @@ def row(step: Step) -> dict[str, Any]:
 
 
 def scalars(step: Step) -> dict[str, float]:
-    """The same for TensorBoard: one name per curve, numbers only."""
+    """The same for TensorBoard: one name per curve, numbers only; and the share of the step that waits, by link."""
     found: dict[str, float] = {}
     for name, value in row(step).items():
         if name == "step" or value is None:
@@ -133,6 +133,9 @@ def scalars(step: Step) -> dict[str, float]:
             found.update({f"{name}/{part}".replace(" ", "_"): float(v) for part, v in value.items()})
         else:
             found[name] = float(value)
+    shares = step.wait_shares
+    found["wait_share/total"] = sum(shares.values())
+    found.update({f"wait_share/{link}".replace(" ", "_"): share for link, share in shares.items()})
     return found
 
 

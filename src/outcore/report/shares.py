@@ -19,6 +19,19 @@ def busy(spans: Iterable[Span], start: float, stop: float) -> float:
     return total
 
 
+def outside(record: Record) -> list[Span]:
+    """When the CPU, where it computes, is in no unit, no update and no wait: loss, gradient norm, data, hooks."""
+    reached, found = record.start, []
+    spans = [s for s in record.spans if s.track in ("forward", "backward", "read", "update", "waiting")]
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.start > reached:
+            found.append(Span("outside", "units: loss, gradient norm, data", reached, span.start))
+        reached = max(reached, span.stop)
+    if reached < record.stop:
+        found.append(Span("outside", "units: loss, gradient norm, data", reached, record.stop))
+    return found
+
+
 @dataclass(frozen=True)
 class Use:
     """What a resource did within a step.

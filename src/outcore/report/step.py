@@ -49,6 +49,11 @@ class Step:
         return {link: seconds - self.before.waited[link] for link, seconds in self.after.waited.items()}
 
     @property
+    def wait_shares(self) -> Mapping[str, float]:
+        """What part of the step the training thread stood still for each link, from 0 to 1."""
+        return {link: seconds / self.seconds for link, seconds in self.waited.items()}
+
+    @property
     def update(self) -> float:
         """Seconds in the optimizer's kernels and what surrounds them, without waiting."""
         return self.after.spent.get("update", 0.0) - self.before.spent.get("update", 0.0)

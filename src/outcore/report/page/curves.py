@@ -134,7 +134,7 @@ def step_marks(left: int, right: int) -> list[tuple[float, str]]:
         return [(0.5, str(left))]
     marks = [left, *(int(m) for m in ticks(left, right, 6) if m == int(m) and left < m < right), right]
     width = right - left
-    kept = [m for m in marks if m in (left, right) or min(m - left, right - m) > 0.06 * width]
+    kept = [m for m in marks if m in (left, right) or min(m - left, right - m) > 0.08 * width]
     return [((m - left) / width, f"{m:,}") for m in dict.fromkeys(kept)]
 
 
@@ -227,7 +227,7 @@ def legend(names: Sequence[str]) -> Markup:
 
 KNOWN = frozenset(
     {
-        "compute", "forward", "backward", "read", "update", "waiting", "device waiting",
+        "compute", "forward", "backward", "read", "outside", "outside units", "update", "waiting", "device waiting",
         "disk read", "disk write", "device in", "device out",
         "waiting for disk read", "waiting for disk write", "waiting for device in", "waiting for device out",
         "parameters", "gradients", "optimizer states", "activations", "buffers",

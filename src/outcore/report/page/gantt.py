@@ -16,7 +16,7 @@ from outcore.report.chrome import rows, thread_of
 from outcore.report.page.curves import colour, legend
 from outcore.report.page.markup import Markup, tag
 from outcore.report.page.scale import duration, percent, plain, rate, share, size, ticks
-from outcore.report.shares import Filling, fillings, uses
+from outcore.report.shares import Filling, fillings, outside, uses
 from outcore.report.timeline import Record, Span
 
 FINE = 1 / 3000
@@ -95,7 +95,7 @@ def gantt(record: Record) -> Markup:
     ]
     return tag(
         "div",
-        tag("div", legend([t for t in ("forward", "backward", "update") if _has(record, t)] + _waits(record)),
+        tag("div", legend(_tracks(record)),
             tag("div", _tools(), class_="tools", hidden=True), class_="bar"),
         tag("div", tag("div", labels, class_="labels", style=f"height:{at}px"),
             tag("div", tag("div", picture, class_="inner"), class_="scroll", tabindex="0",
@@ -105,17 +105,17 @@ def gantt(record: Record) -> Markup:
     )  # fmt: skip
 
 
-def _has(record: Record, track: str) -> bool:
-    return any(span.track == track for span in record.spans)
+def _tracks(record: Record) -> list[str]:
+    """What the legend names: links have rows with names of their own."""
+    there = {_look(span) for span in record.spans}
+    named = [track for track in ("forward", "backward", "update") if track in there]
+    elsewhere = [] if "device" in record.budget else ["outside units"]
+    return named + elsewhere + sorted(look for look in there if look.startswith("waiting for"))
 
 
 def _look(span: Span) -> str:
     """What names the colour of a span: a wait has that of the link that is waited for."""
     return f"waiting for {span.name}" if span.track.endswith("waiting") else span.track
-
-
-def _waits(record: Record) -> list[str]:
-    return sorted({_look(span) for span in record.spans if span.track.endswith("waiting")})
 
 
 def _tools() -> list[Markup]:
@@ -142,6 +142,8 @@ def _resources(record: Record) -> list[Lane]:
             facts.append(f"{size(nbytes)}, {rate(nbytes, seconds)}")
         tall = thread in _TALL
         height = TALL if tall else FLAT
+        if thread == "compute" and "device" not in record.budget:
+            spans += outside(record)
         found = rows(spans)
         if len(found) > ROWS:
             found = [*found[: ROWS - 1], list(chain.from_iterable(found[ROWS - 1 :]))]

@@ -22,7 +22,7 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
         return [low]
     rough = (high - low) / wanted
     size = 10.0 ** math.floor(math.log10(rough))
-    step = next(m * size for m in (1, 2, 2.5, 5, 10) if m * size >= rough * 0.999)
+    step = next(m * size for m in (1, 2, 2.5, 5, 10) if m * size >= rough * 0.75)
     first = math.ceil(low / step - 1e-9)
     return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 from outcore.report.folder import Folder, Row
 from outcore.report.page.markup import Markup, tag
@@ -29,10 +30,18 @@ def header(folder: Folder) -> Markup:
     return tag(
         "header",
         tag("h1", folder.name),
-        tag("div", " · ".join(part for part in (model, folder.settings.get("started", "")) if part), class_="sub"),
+        tag("div", " · ".join(filter(None, (model, _when(folder.settings.get("started", ""))))), class_="sub"),
         tag("p", lead(rows), class_="lead") if rows else None,
         tag("div", _tiles(folder), class_="tiles"),
     )  # fmt: skip
+
+
+def _when(started: str) -> str:
+    """A date as `outcore.report.run` writes it, for people; any other text as it is."""
+    try:
+        return datetime.fromisoformat(started).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError):
+        return started
 
 
 def lead(rows: Sequence[Row]) -> str:
