@@ -1,8 +1,9 @@
 """What a log directory holds, read with care: a file that is missing or damaged is said, not fatal.
 
 Read are ``metrics.jsonl`` (`outcore.report.metrics`), ``run.json`` (`outcore.report.run`), ``trace.json``
-(`outcore.report.chrome`) and ``plan.json``. The last is an object of which three fields are read, none of them
-required: ``peak_bytes`` (tier to bytes), ``step_seconds`` and ``limited_by`` (words).
+(`outcore.report.chrome`) and ``plan.json``. The last is an object as ``outcore plan --json`` prints it, of which three
+fields are read, none of them required: ``peak_bytes`` (tier to bytes), and in ``step`` its ``seconds`` and its
+``bottleneck`` (words).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Plan:
 
     peak_bytes: Mapping[str, float] = field(default_factory=dict)
     step_seconds: float | None = None
-    limited_by: str = ""
+    bottleneck: str = ""
 
 
 @dataclass(frozen=True)
@@ -202,10 +203,9 @@ def _plan(path: Path, remarks: list[str]) -> Plan | None:
     if found is None:
         return None
     try:
+        step = found.get("step", {})
         return Plan(
-            _numbers(found.get("peak_bytes", {})),
-            _maybe(found.get("step_seconds")),
-            str(found.get("limited_by") or ""),
+            _numbers(found.get("peak_bytes", {})), _maybe(step.get("seconds")), str(step.get("bottleneck") or "")
         )
     except (ValueError, TypeError, AttributeError, OverflowError):
         remarks.append(f"{path.name} is left out: it is not a plan.")

@@ -182,7 +182,7 @@ def _bar(members: list[Span], record: Record, y: int, height: int, named: bool) 
     start, stop = max(first.start, record.start), min(max(s.stop for s in members), record.stop)
     x, width = (start - record.start) / record.seconds, max(0.0, stop - start) / record.seconds
     told, look = _told(members, record), f"span {colour(_look(first))}"
-    if not named or width < LABELLED or len(members) > 1:
+    if not named or first.track == "outside" or width < LABELLED or len(members) > 1:
         return tag("rect", x=percent(x), width=percent(width), y=y, height=height, class_=look, data_tip=told)
     return tag(
         "svg",

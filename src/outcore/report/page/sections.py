@@ -154,7 +154,7 @@ def plan(plan: Plan, rows: Sequence[Row]) -> Markup:
         seconds = sum(row.seconds for row in some) / len(some) if some else None
         lines.append(("step", duration(plan.step_seconds), "-" if seconds is None else duration(seconds),
                       _off(plan.step_seconds, seconds)))  # fmt: skip
-    limit = tag("p", f"Expected to be limited by {plan.limited_by}.") if plan.limited_by else None
+    limit = tag("p", f"Expected to be limited by {plan.bottleneck}.") if plan.bottleneck else None
     return tag(
         "section",
         tag("h2", "Plan against measured"),
