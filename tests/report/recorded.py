@@ -116,8 +116,7 @@ def log(folder: Path, steps: int = 8, name: str = "blocks.0") -> Path:
     (folder / "run.json").write_text(json.dumps(run))
     plan = {
         "peak_bytes": {"host": 110 * MIB, "device": 6 * MIB},
-        "step_seconds": 0.9,
-        "limited_by": "disk read",
+        "step": {"seconds": 0.9, "bottleneck": "the disk"},
     }
     (folder / "plan.json").write_text(json.dumps(plan))
     return folder

@@ -19,7 +19,7 @@ def test_a_whole_directory_is_read(tmp_path: Path) -> None:
     assert [record.number for record in found.records] == [2, 3, 8]
     assert found.settings["model"] == "blocks.0, a model"
     assert found.plan is not None
-    assert found.plan.limited_by == "disk read"
+    assert found.plan.bottleneck == "the disk"
 
 
 @pytest.mark.parametrize("name", ["gone", "file", "empty"])

@@ -87,7 +87,7 @@ def test_names_can_not_become_markup(name: str, tmp_path: Path) -> None:
     lines = [json.dumps(row(k, waited={name: 0.2}, moved={name: 7}, held={name: 1}, peak={name: 1}, budget={name: 2}))
              for k in (1, 2, 3)]  # fmt: skip
     (folder / "metrics.jsonl").write_text("\n".join(lines))
-    (folder / "plan.json").write_text(json.dumps({"limited_by": name, "peak_bytes": {name: 1}}))
+    (folder / "plan.json").write_text(json.dumps({"step": {"bottleneck": name}, "peak_bytes": {name: 1}}))
     plain = made(log(tmp_path / "plain"))
     text = page(read(folder)).encode("utf-8", "replace").decode()
     found = Reader(text)

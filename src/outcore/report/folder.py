@@ -205,7 +205,9 @@ def _plan(path: Path, remarks: list[str]) -> Plan | None:
     try:
         step = found.get("step", {})
         return Plan(
-            _numbers(found.get("peak_bytes", {})), _maybe(step.get("seconds")), str(step.get("bottleneck") or "")
+            _numbers(found.get("peak_bytes", {})),
+            _maybe(step.get("seconds")),
+            str(step.get("bottleneck") or ""),
         )
     except (ValueError, TypeError, AttributeError, OverflowError):
         remarks.append(f"{path.name} is left out: it is not a plan.")
