@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 from outcore.checkpoint.export import export
+from outcore.checkpoint.interrupts import Interrupts
 from outcore.checkpoint.load import load
 from outcore.checkpoint.reader import verify
 from outcore.checkpoint.save import save
@@ -40,6 +41,7 @@ __all__ = [
     "Budget",
     "Checkpoints",
     "Foreign",
+    "Interrupts",
     "Lion",
     "Optimizer",
     "Precision",

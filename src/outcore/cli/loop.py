@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 import outcore
 from outcore.cli.batches import Batches
-from outcore.cli.interrupts import Interrupts
 from outcore.report.step import Step
 
 
@@ -20,30 +19,31 @@ def train(
     batches: Batches,
     *,
     device: torch.device,
-    steps: int,
+    steps: range,
     accumulate: int,
     clip: float,
-    interrupts: Interrupts,
+    between: Callable[[], None],
 ) -> Iterator[Step]:
     """Take optimizer steps, and yield each one's measurements as it ends.
 
     Args:
         model: offloaded; called with ``input_ids`` and ``labels``, gives a ``loss``.
+        steps: their numbers.
         accumulate: micro-batches of a step; each counts alike.
         clip: largest norm of the gradient, 0 for no clipping.
-        interrupts: asked between passes.
+        between: called between passes, where everything is at rest.
     """
-    for number in range(1, steps + 1):
+    for number in steps:
         before = outcore.snapshot(model)
         start = time.perf_counter()
         losses, tokens = [], 0
         for _ in range(accumulate):
             ids = torch.from_numpy(batches.next()).to(device)
-            interrupts.check()
+            between()
             loss = model(input_ids=ids, labels=ids).loss
-            interrupts.check()
+            between()
             optimizer.backward(loss / accumulate if accumulate > 1 else loss)
-            interrupts.check()
+            between()
             losses.append(loss.detach())
             tokens += ids.numel()
         norm = float(optimizer.clip_grad_norm_(clip)) if clip > 0 else None
