@@ -16,6 +16,8 @@
 
 from __future__ import annotations
 
+from outcore.checkpoint.dcp.read import from_dcp
+from outcore.checkpoint.dcp.write import to_dcp
 from outcore.checkpoint.export import export
 from outcore.checkpoint.interrupts import Interrupts
 from outcore.checkpoint.load import load
@@ -47,12 +49,14 @@ __all__ = [
     "Precision",
     "Snapshot",
     "export",
+    "from_dcp",
     "gather",
     "load",
     "offload",
     "release",
     "save",
     "snapshot",
+    "to_dcp",
     "verify",
     "weights",
 ]

@@ -193,3 +193,37 @@ def test_names_of_a_checkpoint_lead_nowhere(copy: Path, tmp_path: Path) -> None:
     assert outcore("export", copy, tmp_path / "out").exit_code == 0
     assert not (tmp_path / "evil.json").exists()
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > 1000
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_export_for_torch_has_the_optimizer_and_each_name_of_a_tied_weight(
+    run: Path, tmp_path: Path
+) -> None:
+    from torch.distributed import checkpoint as dcp
+
+    result = outcore("export", run, tmp_path / "out", "--format", "dcp")
+    assert result.exit_code == 0, result.output
+    stored = masters(run / "step-2")
+    names = ("transformer.wte.weight", "lm_head.weight")
+    state = {
+        "model": {name: torch.empty_like(stored[names[0]]) for name in names},
+        "optim": {"param_groups": [{"lr": 0}]},
+    }
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert all(torch.equal(state["model"][name], stored[names[0]]) for name in names)
+    assert state["optim"] == {"param_groups": [{"lr": 6e-4}]}
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (("--format", "zip"), "unknown format 'zip'; choose hf or dcp"),
+        (("--format", "dcp", "--dtype", "bf16"), "--dtype has no meaning with --format dcp"),
+        (("--dtype", "int3"), "unknown precision 'int3'"),
+    ],
+)
+def test_bad_values_of_an_export(run: Path, tmp_path: Path, more: tuple[str, ...], expected: str) -> None:
+    result = outcore("export", run, tmp_path / "out", *more)
+    assert result.exit_code == 2
+    assert expected in result.stderr
+    assert not (tmp_path / "out").exists()

@@ -29,7 +29,9 @@ def export(
         Path, typer.Argument(metavar="DIR", help="A checkpoint, or a directory of several: then the newest.")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The new directory; it must not exist.")],
-    dtype: Annotated[str, typer.Option(help="Of the weights: bf16, fp16 or fp32.")] = "bf16",
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the weights: bf16, fp16 or fp32. By default bf16.")
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -37,14 +39,31 @@ def export(
             "keeps in the checkpoint."
         ),
     ] = None,
+    layout: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="hf for a Hugging Face directory; dcp for one of torch.distributed.checkpoint, with the optimizer.",
+        ),
+    ] = "hf",
 ) -> None:
     """Write a checkpoint as a Hugging Face directory: safetensors shards, configuration, tokenizer."""
     with reported():
+        if layout not in ("hf", "dcp"):
+            raise UsageError(f"unknown format {layout!r}; choose hf or dcp")
+        if layout == "dcp" and dtype is not None:
+            raise UsageError(
+                "--dtype has no meaning with --format dcp, which keeps full precision: leave it out"
+            )
+        from outcore.checkpoint.dcp.write import to_dcp
         from outcore.checkpoint.export import export_stored
 
         checkpoint = newest(directory)
-        network, texts = _described(checkpoint, model)
-        export_stored(checkpoint, out, network, dtype, texts)  # type: ignore[arg-type]
+        network, texts = _described(checkpoint, model, needed=layout == "hf")
+        if layout == "dcp":
+            to_dcp(checkpoint, out, network)
+        else:
+            export_stored(checkpoint, out, network, dtype or "bf16", texts)  # type: ignore[arg-type]
         typer.echo(f"{checkpoint} written to {out}")
 
 
@@ -71,8 +90,8 @@ def newest(directory: Path) -> Path:
     return found
 
 
-def _described(checkpoint: Path, name: str | None) -> tuple[Any, dict[str, str]]:
-    """The model on meta, and the files of its tokenizer."""
+def _described(checkpoint: Path, name: str | None, needed: bool) -> tuple[Any, dict[str, str]]:
+    """The model on meta, and the files of its tokenizer; no model if there is none and it is not needed."""
     from outcore.checkpoint.load import extra_of
     from outcore.cli.tokens import Given
     from outcore.integrations.transformers import build, from_config
@@ -82,6 +101,8 @@ def _described(checkpoint: Path, name: str | None) -> tuple[Any, dict[str, str]]
         return built.model, {} if built.tokenizer is None else Given(built.tokenizer).files()
     extra = extra_of(checkpoint)
     config = extra.get("model") if isinstance(extra, dict) else None
+    if not isinstance(config, dict) and not needed:
+        return None, {}
     if not isinstance(config, dict):
         raise UsageError(
             f"{checkpoint} was not written by outcore train and does not tell its model: give --model with a "
