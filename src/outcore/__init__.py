@@ -31,6 +31,7 @@ from outcore.model.policies import Activations, Precision
 from outcore.optim.foreign import Foreign
 from outcore.optim.optimizer import Optimizer
 from outcore.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
+from outcore.report.health import first_nonfinite
 
 __version__ = "0.1.0"
 
@@ -49,6 +50,7 @@ __all__ = [
     "Precision",
     "Snapshot",
     "export",
+    "first_nonfinite",
     "from_dcp",
     "gather",
     "load",

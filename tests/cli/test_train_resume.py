@@ -276,3 +276,30 @@ def test_a_position_that_can_not_be_is_refused(cut: Path) -> None:
     tokens = np.arange(64)
     with pytest.raises(outcore.errors.UsageError, match="beyond"):
         Batches(tokens, 8, 1, 0).restore({"seed": 0, "epoch": 0, "position": 9})
+
+
+def test_a_model_of_ones_own_with_dropout_and_its_tokenizer(tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    from outcore.cli.files import Texts
+    from outcore.cli.tokens import Trained
+
+    backend = Trained(Texts.find([str(text(tmp_path))]), 320).backend
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    settings = {"vocab_size": 320, "n_layer": 2, "n_embd": 48, "n_head": 4, "n_positions": 64}
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings))
+    assert model.config.resid_pdrop > 0
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path / "model")
+    runs = []
+    for name, stops in (("one", (6,)), ("two", (2, 5, 6))):
+        for steps in stops:
+            more = ("--model", tmp_path / "model", "--activations", "recompute" if steps == 5 else "keep")
+            good(train(tmp_path / name, "--resume", "--steps", steps, *more, data=tmp_path / "words.txt"))
+        runs.append(seen(tmp_path / name))
+    assert runs[0] == runs[1]
+    assert call("export", tmp_path / "two" / "run", tmp_path / "out").exit_code == 0
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert exported("the cat sat").input_ids == tokenizer("the cat sat").input_ids

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,10 +35,11 @@ def train(
         clip: largest norm of the gradient, 0 for no clipping.
         between: called between passes, where everything is at rest.
     """
+    healthy = True
     for number in steps:
         before = outcore.snapshot(model)
         start = time.perf_counter()
-        losses, tokens = [], 0
+        losses, batch, tokens = [], [], 0
         for _ in range(accumulate):
             ids = torch.from_numpy(batches.next()).to(device)
             between()
@@ -45,6 +48,7 @@ def train(
             optimizer.backward(loss / accumulate if accumulate > 1 else loss)
             between()
             losses.append(loss.detach())
+            batch.append(ids)
             tokens += ids.numel()
         norm = float(optimizer.clip_grad_norm_(clip)) if clip > 0 else None
         lr = float(optimizer.param_groups[0]["lr"])
@@ -53,4 +57,11 @@ def train(
         mean = sum(float(loss) for loss in losses) / accumulate
         seconds = time.perf_counter() - start
         after = outcore.snapshot(model)
-        yield Step(number, mean, lr, norm, tokens, seconds, before, after, optimizer.skipped_steps)
+        where = optimizer.nonfinite
+        if not math.isfinite(mean) and healthy:  # the step was skipped: the weights are what they were
+            bad = next(ids for ids, loss in zip(batch, losses, strict=True) if not math.isfinite(float(loss)))
+            where = outcore.first_nonfinite(model, input_ids=bad, labels=bad) or where
+            found = "in the output of no unit" if where is None else f"first in {where}"
+            warnings.warn(f"the loss of step {number} is not finite, {found}", RuntimeWarning, stacklevel=2)
+        healthy = math.isfinite(mean)
+        yield Step(number, mean, lr, norm, tokens, seconds, before, after, optimizer.skipped_steps, where)

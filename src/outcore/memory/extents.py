@@ -20,12 +20,14 @@ class Extent:
         offset: where it starts in its file; a multiple of `BLOCK`.
         lane: which file.
         generation: how many times it has been written.
+        label: what it holds, for messages.
     """
 
     nbytes: int
     offset: int
     lane: int
     generation: int = 0
+    label: str = field(default="", repr=False)
     _digests: list[int] | None = field(default=None, repr=False)
     _readers: int = field(default=0, repr=False)
     _writing: bool = field(default=False, repr=False)

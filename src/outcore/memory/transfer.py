@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 
+from outcore.memory import watchdog
 from outcore.memory.extents import Extent
 
 
@@ -23,6 +24,7 @@ class Transfer:
         running: pieces under way.
         digests: one per piece; of what is written, or of what must be read.
         error: the first that any piece met.
+        since: when it was asked for, by the watchdog's clock.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Transfer:
         self.running = 0
         self.digests = [0] * self.pieces
         self.error: BaseException | None = None
+        self.since = watchdog.CLOCK.now()
         self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()  # from here on it can't be cancelled
 

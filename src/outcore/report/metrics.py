@@ -3,7 +3,7 @@
 Each line of ``metrics.jsonl`` is an object with
 
 - ``step``, ``loss`` (as computed, not rounded), ``lr``, ``grad_norm`` (null without clipping), ``tokens``,
-  ``seconds``, ``tokens_per_second``, ``skipped``;
+  ``seconds``, ``tokens_per_second``, ``skipped``, ``nonfinite`` (a unit's name, or null);
 - ``held``, ``peak``, ``budget``: bytes per tier; the peak is that of the whole run so far;
 - ``moved``, ``waited``: bytes and seconds per link within the step;
 - ``compute``, ``update``: seconds within the step.
@@ -113,6 +113,7 @@ def row(step: Step) -> dict[str, Any]:
         "seconds": step.seconds,
         "tokens_per_second": step.tokens_per_second,
         "skipped": step.skipped,
+        "nonfinite": step.nonfinite,
         "held": dict(step.after.held),
         "peak": dict(step.after.peak),
         "budget": dict(step.after.budget),
@@ -127,7 +128,7 @@ def scalars(step: Step) -> dict[str, float]:
     """The same for TensorBoard: one name per curve, numbers only."""
     found: dict[str, float] = {}
     for name, value in row(step).items():
-        if name == "step" or value is None:
+        if name in ("step", "nonfinite") or value is None:
             continue
         if isinstance(value, dict):
             found.update({f"{name}/{part}".replace(" ", "_"): float(v) for part, v in value.items()})
