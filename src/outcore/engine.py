@@ -241,6 +241,9 @@ class Engine:
         self.stage.synchronize()
         return self.gradients.sum_of_squares(transform)
 
+    def first_nonfinite(self) -> str | None:
+        return self.gradients.first_nonfinite()
+
     def present(self) -> set[int]:
         return {
             slot.index

@@ -49,7 +49,7 @@ def test_waits_name_what_matters_longest_first() -> None:
 
 def test_a_narrow_terminal_still_shows_loss_speed_and_waits() -> None:
     screen = Console(file=io.StringIO(), force_terminal=True, width=80)
-    with Progressed(screen, 9) as progress:
+    with Progressed(screen, range(1, 10)) as progress:
         progress.show(step(disk_read=1.8))
     shown = " ".join(Text.from_ansi(screen.file.getvalue()).plain.split())  # type: ignore[attr-defined]
     for part in ("7/9", "loss 2.5000", "410 tokens/s", "waits 18%", "host 3.0 GiB of 16.0 GiB"):

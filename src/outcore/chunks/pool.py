@@ -27,6 +27,7 @@ from outcore.chunks.replacers import Order, Replacer
 from outcore.errors import BudgetError, StateError, TierError
 from outcore.memory.disk import DiskTier
 from outcore.memory.ledger import Ledger
+from outcore.memory.watchdog import Watchdog
 
 UNDER_WAY = frozenset({Residence.READING, Residence.WRITING})
 
@@ -94,7 +95,7 @@ class Pool:
         self._prefetch = prefetch
         self._holds_idle = True
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = Watchdog(self._lock, lambda: "" if disk is None else disk.stalled())
         self._resident: dict[Chunk, None] = {}
         self._used = 0
         self._leaving = 0

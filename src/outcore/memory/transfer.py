@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 
+from outcore.memory import watchdog
 from outcore.memory.extents import Extent
 from outcore.memory.observer import Mark
 
@@ -25,6 +26,7 @@ class Transfer:
         digests: one per piece; of what is written, or of what must be read.
         began: when its first piece started, if somebody looks on.
         error: the first that any piece met.
+        since: when it was asked for, by the watchdog's clock.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Transfer:
         self.digests = [0] * self.pieces
         self.began: Mark | None = None
         self.error: BaseException | None = None
+        self.since = watchdog.CLOCK.now()
         self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()  # from here on it can't be cancelled
 

@@ -51,9 +51,9 @@ class _Bar(Progress):
 class Progressed:
     """Shows steps as they end: a bar on a terminal, else a line now and then (first and last always)."""
 
-    def __init__(self, console: Console, steps: int) -> None:
+    def __init__(self, console: Console, steps: range) -> None:
         self._console = console
-        self._steps = steps
+        self._first, self._steps = steps.start, steps.stop - 1
         self._last = 0.0
         self._bar: Progress | None = None
         if console.is_terminal:
@@ -64,7 +64,9 @@ class Progressed:
                 TimeRemainingColumn(),
                 console=console,
             )
-            self._task = self._bar.add_task("", total=steps, said="first step")
+            self._task = self._bar.add_task(
+                "", total=self._steps, completed=steps.start - 1, said="first step"
+            )
 
     def __enter__(self) -> Progressed:
         if self._bar is not None:
@@ -83,7 +85,7 @@ class Progressed:
             self._bar.update(self._task, completed=step.number, said=said(step))
             return
         now = time.perf_counter()
-        if step.number in (1, self._steps) or now - self._last >= _QUIET:
+        if step.number in (self._first, self._steps) or now - self._last >= _QUIET:
             self._last = now
             self._console.print(f"step {step.number}/{self._steps}  {said(step)}  {step.seconds:.2f} s")
 
@@ -117,7 +119,7 @@ def show_end(console: Console, steps: Sequence[Step]) -> None:
     console.print(f"loss  first {first.loss:.4f}  last {last.loss:.4f}  change {last.loss - first.loss:+.4f}")
     console.print(_tiers(last))
     console.print(_links(steps))
-    console.print(_times(steady, len(steps)))
+    console.print(_times(steady))
 
 
 def _tiers(last: Step) -> Table:
@@ -141,10 +143,10 @@ def _links(steps: Sequence[Step]) -> Table:
     return table
 
 
-def _times(steps: Sequence[Step], total: int) -> Table:
+def _times(steps: Sequence[Step]) -> Table:
     """Mean seconds of each part of a step."""
-    first = steps[0].number
-    which = f"steps {first} to {total}" if total > first else f"step {first}"
+    first, last = steps[0].number, steps[-1].number
+    which = f"steps {first} to {last}" if last > first else f"step {first}"
     table = Table("part", title=f"time of a step, mean of {which}", title_justify="left")
     for name in ("seconds", "share"):
         table.add_column(name, justify="right")

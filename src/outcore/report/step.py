@@ -21,6 +21,7 @@ class Step:
         seconds: wall time from the first forward to the end of ``step()``.
         before: the ledger when it began.
         after: the ledger when it ended.
+        nonfinite: the unit in which an inf or NaN appeared first, in the loss or in the gradients of this step.
         skipped: steps left out so far because a gradient was not finite.
     """
 
@@ -33,6 +34,7 @@ class Step:
     before: Snapshot
     after: Snapshot
     skipped: int
+    nonfinite: str | None = None
 
     @property
     def tokens_per_second(self) -> float:
