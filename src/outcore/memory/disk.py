@@ -108,8 +108,8 @@ class DiskTier:
         """Bytes of the extents that are allocated, in whole blocks."""
         return sum(lane.space.used for lane in self._lanes)
 
-    def allocate(self, nbytes: int, name: str = "", kind: str = OTHER) -> Extent:
-        """A place for ``nbytes`` bytes; whose they are, and of what kind, is told to whoever looks on.
+    def allocate(self, nbytes: int, label: str = "", kind: str = OTHER) -> Extent:
+        """A place for ``nbytes`` bytes; ``label`` says in messages and reports what they are, ``kind`` in the ledger.
 
         Raises:
             DiskFullError: no room within the budget, or on the device.
@@ -134,7 +134,7 @@ class DiskTier:
                     refusal = failure(error, "growth", lane.file, length, offset + space - length, 0)
                     continue
                 self._ledger.hold("disk", space, kind)
-                return Extent(nbytes, offset, index, name, kind)
+                return Extent(nbytes, offset, index, label=label, kind=kind)
             raise refusal or self._full(space)
 
     def free(self, extent: Extent) -> None:

@@ -20,17 +20,17 @@ class Extent:
         nbytes: bytes it holds, as asked for.
         offset: where it starts in its file; a multiple of `BLOCK`.
         lane: which file.
-        name: whose bytes they are, for reports.
-        kind: what they are, as the ledger calls it.
         generation: how many times it has been written.
+        label: what it holds, for messages and reports.
+        kind: the same, as the ledger calls it.
     """
 
     nbytes: int
     offset: int
     lane: int
-    name: str = field(default="", repr=False)
-    kind: str = field(default=OTHER, repr=False)
     generation: int = 0
+    label: str = field(default="", repr=False)
+    kind: str = field(default=OTHER, repr=False)
     _digests: list[int] | None = field(default=None, repr=False)
     _readers: int = field(default=0, repr=False)
     _writing: bool = field(default=False, repr=False)

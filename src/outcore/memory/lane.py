@@ -237,7 +237,7 @@ class Lane:
         else:
             extent._readers -= 1
         link: Link = "disk write" if transfer.writing else "disk read"
-        self._ledger.span(link, extent.name, transfer.began, extent.nbytes)
+        self._ledger.span(link, extent.label, transfer.began, extent.nbytes)
         self._active -= 1
         if self._active == 0:
             self._busy += time.perf_counter() - self._busy_since
