@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,21 +38,28 @@ class Use:
     """What a resource did within a step.
 
     Attributes:
-        seconds: in which it was busy.
-        nbytes: that crossed it.
+        seconds: of the step in which it was busy.
+        nbytes: that crossed it, of all that was begun within the step.
+        taken: seconds in which they crossed, also after the step.
     """
 
     seconds: float
     nbytes: int
+    taken: float
 
 
 def uses(record: Record) -> dict[str, Use]:
     """Each track's use, of those that have any."""
     tracks: dict[str, list[Span]] = {}
     for span in record.spans:
-        tracks.setdefault(span.track, []).append(span)
+        if span.start < record.stop:  # else it was read ahead for the next step
+            tracks.setdefault(span.track, []).append(span)
     return {
-        track: Use(busy(spans, record.start, record.stop), sum(span.nbytes for span in spans))
+        track: Use(
+            busy(spans, record.start, record.stop),
+            sum(span.nbytes for span in spans),
+            busy(spans, -math.inf, math.inf),
+        )
         for track, spans in tracks.items()
     }
 

@@ -62,7 +62,8 @@ class Record:
     Attributes:
         number: of the step.
         start, stop: its begin and end, in seconds of a clock that all steps of a timeline share.
-        spans: by their start. What the step began and did not wait for, such as a write, may end after ``stop``.
+        spans: by their start. What the step began and did not wait for, such as a write, may end after ``stop``; what
+            is read ahead for the next step may begin after it.
         levels: in order; each tier's first ones say what was there when the recording began.
         budget: bytes per tier.
         dropped: spans and levels beyond the limit.

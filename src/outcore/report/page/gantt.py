@@ -132,14 +132,19 @@ def _resources(record: Record) -> list[Lane]:
     used = uses(record)
     lanes = []
     for thread in dict.fromkeys(thread_of(track) for track in TRACKS if track != "step"):
-        spans = [s for s in record.spans if thread_of(s.track) == thread and s.stop > record.start]
+        spans = [
+            s
+            for s in record.spans
+            if thread_of(s.track) == thread and s.stop > record.start and s.start < record.stop
+        ]
         if not spans:
             continue
         shown = [use for track, use in used.items() if thread_of(track) == thread]
         seconds, nbytes = sum(use.seconds for use in shown), sum(use.nbytes for use in shown)
+        taken = sum(use.taken for use in shown)
         facts = [f"busy {share(min(seconds, record.seconds), record.seconds)}"]
         if nbytes:
-            facts.append(f"{size(nbytes)}, {rate(nbytes, seconds)}")
+            facts.append(f"{size(nbytes)}, {rate(nbytes, taken)}")
         tall = thread in _TALL
         height = TALL if tall else FLAT
         if thread == "compute" and "device" not in record.budget:

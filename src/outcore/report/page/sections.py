@@ -84,7 +84,7 @@ def links(rows: Sequence[Row], records: Sequence[Record]) -> Markup | None:
         if record is not None:
             use = used.get(link)
             line += ["-", "-"] if use is None else [
-                share(min(use.seconds, record.seconds), record.seconds), rate(use.nbytes, use.seconds)
+                share(min(use.seconds, record.seconds), record.seconds), rate(use.nbytes, use.taken)
             ]  # fmt: skip
         lines.append(line)
     head = ["link", "bytes a step", "over the whole step", "waited for"]
