@@ -16,7 +16,10 @@
 
 from __future__ import annotations
 
+from outcore.checkpoint.dcp.read import from_dcp
+from outcore.checkpoint.dcp.write import to_dcp
 from outcore.checkpoint.export import export
+from outcore.checkpoint.interrupts import Interrupts
 from outcore.checkpoint.load import load
 from outcore.checkpoint.reader import verify
 from outcore.checkpoint.save import save
@@ -28,6 +31,8 @@ from outcore.model.policies import Activations, Precision
 from outcore.optim.foreign import Foreign
 from outcore.optim.optimizer import Optimizer
 from outcore.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
+from outcore.report.health import first_nonfinite
+from outcore.report.tracer import record
 
 __version__ = "0.1.0"
 
@@ -40,17 +45,22 @@ __all__ = [
     "Budget",
     "Checkpoints",
     "Foreign",
+    "Interrupts",
     "Lion",
     "Optimizer",
     "Precision",
     "Snapshot",
     "export",
+    "first_nonfinite",
+    "from_dcp",
     "gather",
     "load",
     "offload",
+    "record",
     "release",
     "save",
     "snapshot",
+    "to_dcp",
     "verify",
     "weights",
 ]

@@ -101,7 +101,9 @@ class Engine:
         )
         roomy = 2 * found.total <= limits.host
         self.gauge = site.gauge(self.stage, self.pool, self.ledger, roomy, self._outside)
-        self.residency = Residency(self.stage, self.clock, self.gradients, self.gauge, self.updates)
+        self.residency = Residency(
+            self.stage, self.clock, self.gradients, self.gauge, self.updates, self.ledger
+        )
         self.backward = BackwardPass(self.residency, self.stage.gradients_complete)
         self._resting: dict[int, str] = {}
         self._activations = activations
@@ -265,6 +267,9 @@ class Engine:
     def sum_of_squares(self, transform: GradTransform) -> float:
         self.stage.synchronize()
         return self.gradients.sum_of_squares(transform)
+
+    def first_nonfinite(self) -> str | None:
+        return self.gradients.first_nonfinite()
 
     def present(self) -> set[int]:
         return {

@@ -28,6 +28,7 @@ from outcore.chunks.replacers import Order, Replacer
 from outcore.errors import BudgetError, StateError, TierError
 from outcore.memory.disk import DiskTier
 from outcore.memory.ledger import Ledger
+from outcore.memory.watchdog import Watchdog
 
 WATCH = 0.5
 """Seconds after which a thread that waits for room looks whether it is still wanted."""
@@ -67,7 +68,7 @@ class Pool:
         self._prefetch = prefetch
         self._holds_idle = True
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = Watchdog(self._lock, lambda: "" if disk is None else disk.stalled())
         self._resident: dict[Chunk, None] = {}
         self._used = 0
         self._leaving = 0
@@ -438,14 +439,14 @@ class Pool:
     def _charge(self, chunk: Chunk) -> None:
         self._resident[chunk] = None
         self._used += chunk.nbytes
-        self._ledger.hold("host", chunk.nbytes)
+        self._ledger.hold("host", chunk.nbytes, chunk.kind.value)
 
     def _drop(self, chunk: Chunk, to: Residence) -> None:
         chunk.move(to)
         del self._resident[chunk]
         self._used -= chunk.nbytes
         chunk.region.release()
-        self._ledger.hold("host", -chunk.nbytes)
+        self._ledger.hold("host", -chunk.nbytes, chunk.kind.value)
 
     # -- transfers --------------------------------------------------------------------------------
 
@@ -477,7 +478,7 @@ class Pool:
     def _begin_write(self, chunk: Chunk) -> None:
         assert self._disk is not None
         if chunk.extent is None:
-            chunk.extent = self._disk.allocate(chunk.nbytes)
+            chunk.extent = self._disk.allocate(chunk.nbytes, chunk.name, chunk.kind.value)
         chunk.move(Residence.WRITING)
         self._transfers += 1
         self._leaving += chunk.nbytes
@@ -520,4 +521,4 @@ class Pool:
                 del self._resident[chunk]
                 self._used -= chunk.nbytes
                 chunk.region.release()
-                self._ledger.hold("host", -chunk.nbytes)
+                self._ledger.hold("host", -chunk.nbytes, chunk.kind.value)

@@ -8,8 +8,11 @@ from typing import Annotated
 
 import typer
 
+from outcore.cli.export import export
 from outcore.cli.failures import INTERRUPTED, reported
 from outcore.cli.generate import generate
+from outcore.cli.inspect import inspect
+from outcore.cli.report import report
 from outcore.cli.train import train
 
 app = typer.Typer(
@@ -21,6 +24,9 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(generate)
+app.command()(report)
+app.command()(inspect)
+app.command()(export)
 
 
 def _version(wanted: bool) -> None:

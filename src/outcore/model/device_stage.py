@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from outcore.chunks.chunk import Kind
 from outcore.chunks.pool import Access, Guard, Pool
 from outcore.errors import BudgetError
 from outcore.memory.device import Streams
@@ -196,7 +197,7 @@ class DeviceStage:
         """Copy a unit's parameters to the device; one that can't be brought whole is not there."""
         frame = self._frames[unit]
         frame.here = True
-        self._ledger.hold("device", unit_bytes(unit))
+        self._ledger.hold("device", unit_bytes(unit), Kind.PARAMETER.value)
         try:
             self._copy_in(unit, frame)
         except BaseException:
@@ -213,10 +214,9 @@ class DeviceStage:
                 self._settle(store.parameters[k].nbytes)
                 guard = self._pool.guard([store.parameters[k]], Access.READ)
                 start, stop = store.run.extent(k)
-                with stream:
-                    flat[start:stop].copy_(store.parameter(k), non_blocking=True)
                 nbytes = (stop - start) * store.run.dtype.itemsize
-                self._ledger.moved("device in", nbytes)
+                with self._ledger.crossing("device in", store.parameters[k].name, stream, nbytes), stream:
+                    flat[start:stop].copy_(store.parameter(k), non_blocking=True)
                 self._lifting.append((self._streams.record(stream), guard, nbytes))
         frame.filled = self._streams.record(stream)
 
@@ -238,7 +238,7 @@ class DeviceStage:
             with stream:
                 flat.untyped_storage().resize_(0)
         frame.here, frame.filled, frame.used = False, None, None
-        self._ledger.hold("device", -unit_bytes(unit))
+        self._ledger.hold("device", -unit_bytes(unit), Kind.PARAMETER.value)
 
     def _look_ahead(self) -> None:
         """Lift units needed soon, as far as their chunks are on the host and nothing needed sooner must leave."""
@@ -289,7 +289,9 @@ class DeviceStage:
     def _await_fill(self, frame: Frame) -> None:
         """Compute after the copy in."""
         if frame.filled is not None:
-            self._streams.compute.wait_event(frame.filled)
+            compute = self._streams.compute
+            with self._ledger.doing("device waiting", "device in", compute):
+                compute.wait_event(frame.filled)
             frame.filled = None
 
     def _await_use(self, frame: Frame) -> None:

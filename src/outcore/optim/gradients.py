@@ -145,6 +145,13 @@ class Gradients:
             return math.nan if any(map(math.isnan, sums)) else math.inf
         return math.fsum(sums)
 
+    def first_nonfinite(self) -> str | None:
+        """The unit whose gradient was the first, in the order of backward, to be inf or NaN."""
+        for (store, _), block in self._sums.items():
+            if not block.isfinite().all():
+                return store.name or "the model itself"
+        return None
+
     def _ordered(self) -> list[tuple[tuple[RunStore, int], torch.Tensor]]:
         rank = {store: position for position, store in enumerate(self._stores)}
         return sorted(self._sums.items(), key=lambda item: (rank[item[0][0]], item[0][1]))

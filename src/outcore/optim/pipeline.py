@@ -267,9 +267,10 @@ class Pipeline:
         store, k = update.store, update.k
         parameter, values, planes = store.parameter(k), update.collected.values(store, k), store.state(k)
         try:
-            for segment in store.run.segments(k):
-                if segment.slot.index in update.collected.present:
-                    self._apply(update.due, segment, parameter, values, planes)
+            with self._ledger.doing("update", store.parameters[k].name):
+                for segment in store.run.segments(k):
+                    if segment.slot.index in update.collected.present:
+                        self._apply(update.due, segment, parameter, values, planes)
         except BaseException as error:
             with self._changed:
                 update.error = error
