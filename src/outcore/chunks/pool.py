@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 
 from outcore.chunks.chunk import Chunk, Residence
 from outcore.chunks.guards import Access as Access
 from outcore.chunks.guards import Guard as Guard
 from outcore.chunks.guards import SideGuard
 from outcore.chunks.replacers import Order, Replacer
+from outcore.chunks.traffic import Traffic
 from outcore.errors import BudgetError, StateError, TierError
 from outcore.memory.disk import DiskTier
 from outcore.memory.ledger import Ledger
@@ -71,9 +71,8 @@ class Pool:
         self._changed = Watchdog(self._lock, lambda: "" if disk is None else disk.stalled())
         self._resident: dict[Chunk, None] = {}
         self._used = 0
-        self._leaving = 0
         self._clock = 0
-        self._transfers = 0
+        self._traffic = Traffic(disk, self._lock)
         self._beside = 0
         self._most_reserved = 0
         self._failure: BaseException | None = None
@@ -338,12 +337,6 @@ class Pool:
             else:
                 self._trim()
 
-    def set_prefetch(self, on: bool) -> None:
-        """Read ahead from now on, or not."""
-        with self._lock:
-            self._prefetch = on
-            self._pump()
-
     def is_on_host(self, chunk: Chunk) -> bool:
         """Whether a guard for reading would not wait."""
         return chunk.on_host and chunk.residence is not Residence.READING
@@ -389,7 +382,7 @@ class Pool:
         ceiling = self.ceiling if ceiling is None else ceiling
         while self._used + nbytes > ceiling:
             missing = self._used + nbytes - ceiling
-            if self._leaving >= missing:
+            if self._traffic.leaving >= missing:
                 return False
             victim = self._replacer.victim(self._evictable(), beyond)
             if victim is None:
@@ -402,7 +395,7 @@ class Pool:
 
     def _is_quiet(self) -> bool:
         """Whether nothing is under way that will make room."""
-        return self._transfers == 0 and self._beside == 0
+        return self._traffic.count == 0 and self._beside == 0
 
     def _is_too_full(self) -> bool:
         return self._used > self.ceiling or not self._holds_idle
@@ -451,64 +444,45 @@ class Pool:
     # -- transfers --------------------------------------------------------------------------------
 
     def _begin_read(self, chunk: Chunk) -> None:
-        assert self._disk is not None
-        assert chunk.extent is not None
         chunk.move(Residence.READING)
         self._charge(chunk)
-        self._transfers += 1
         try:
-            future = self._disk.read(chunk.extent, chunk.region.buffer)
+            self._traffic.read(chunk, self._read_done)
         except BaseException:
-            self._transfers -= 1
             self._drop(chunk, Residence.DISK)
             raise
-        future.add_done_callback(lambda done: self._read_done(chunk, done))
 
-    def _read_done(self, chunk: Chunk, done: Future[None]) -> None:
-        with self._lock:
-            self._transfers -= 1
-            chunk.error = done.exception()
-            if chunk.error is None:
-                chunk.move(Residence.CLEAN)
-            else:
-                self._drop(chunk, Residence.DISK)
-            self._changed.notify_all()
-            self._pump()
+    def _read_done(self, chunk: Chunk) -> None:
+        if chunk.error is None:
+            chunk.move(Residence.CLEAN)
+        else:
+            self._drop(chunk, Residence.DISK)
+        self._changed.notify_all()
+        self._pump()
 
     def _begin_write(self, chunk: Chunk) -> None:
-        assert self._disk is not None
-        if chunk.extent is None:
-            chunk.extent = self._disk.allocate(chunk.nbytes, chunk.name, chunk.kind.value)
+        self._traffic.allocate(chunk)
         chunk.move(Residence.WRITING)
-        self._transfers += 1
-        self._leaving += chunk.nbytes
         try:
-            future = self._disk.write(chunk.extent, chunk.region.buffer)
+            self._traffic.write(chunk, self._write_done)
         except BaseException:
-            self._transfers -= 1
-            self._leaving -= chunk.nbytes
             chunk.move(Residence.DIRTY)
             raise
-        future.add_done_callback(lambda done: self._write_done(chunk, done))
 
-    def _write_done(self, chunk: Chunk, done: Future[None]) -> None:
-        with self._lock:
-            self._transfers -= 1
-            self._leaving -= chunk.nbytes
-            chunk.error = done.exception()
-            chunk.move(Residence.CLEAN if chunk.error is None else Residence.DIRTY)
-            self._failure = self._failure or chunk.error
-            if chunk.residence is Residence.CLEAN and chunk.pins == 0 and self._is_too_full():
-                self._drop(chunk, Residence.DISK)
-            self._changed.notify_all()
-            self._pump()
+    def _write_done(self, chunk: Chunk) -> None:
+        chunk.move(Residence.CLEAN if chunk.error is None else Residence.DIRTY)
+        self._failure = self._failure or chunk.error
+        if chunk.residence is Residence.CLEAN and chunk.pins == 0 and self._is_too_full():
+            self._drop(chunk, Residence.DISK)
+        self._changed.notify_all()
+        self._pump()
 
     # -- the end ----------------------------------------------------------------------------------
 
     def quiesce(self) -> None:
         """Wait until no transfer is under way."""
         with self._lock:
-            while self._transfers:
+            while self._traffic.count:
                 self._changed.wait()
 
     def close(self) -> None:
