@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch import nn
 
 import outcore
 from exact.reference import Loop, Result, in_memory, offloaded
@@ -19,6 +20,7 @@ from exact.shapes import SHAPES, Shape, built
 from exact.test_matrix import adamw
 from outcore.chunks.pool import Access
 from outcore.engine import engine_of
+from outcore.errors import OutcoreError, StateError
 from outcore.memory.device import Streams
 from outcore.model.descent import Descent
 from outcore.model.device_stage import DeviceStage
@@ -88,8 +90,6 @@ WAITS = {
     "poll of lifts": hasty("copy_in"),
     "poll of arrivals": hasty("copy_out"),
     "before the norm": unsynchronised("sum_of_squares"),
-    "before gradients are cleared": unsynchronised("clear"),
-    "before the end": unsynchronised("shut"),
 }
 
 
@@ -109,9 +109,73 @@ def test_no_wait_can_be_left_out(
         emulated(shape, loop, tmp_path, **slow).assert_equal(expected)
         emu.check()
 
-    with pytest.raises((emu.RaceError, AssertionError, RuntimeError)):
+    with pytest.raises((emu.RaceError, AssertionError, RuntimeError, OutcoreError)):
         run()
     emu.clear_races()
+
+
+def backward_only(disk: Path, host: str = "14MiB") -> tuple[nn.Module, outcore.AdamW, Shape]:
+    """A pass whose gradients are still on their way down."""
+    shape = SHAPES[0]
+    model = built(shape)
+    optimizer = adamw(model.parameters())
+    budget = outcore.Budget(device="8MiB", host=host, disk=disk)
+    outcore.offload(model, optimizer, device="emu", budget=budget, chunk_size="128KiB")
+    shape.loss(model(**shape.batch(0))).backward()
+    return model, optimizer, shape
+
+
+def test_gradients_that_are_cleared_do_not_come_later(
+    emu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`zero_grad` waits for gradients on their way; without the wait their chunks can't be forgotten."""
+    emu.configure(d2h_gbps=0.005)
+    norms = []
+    for cleared in (False, True):
+        model, optimizer, shape = backward_only(tmp_path)
+        if cleared:
+            optimizer.zero_grad()
+            shape.loss(model(**shape.batch(0))).backward()
+        norms.append(optimizer.clip_grad_norm_(1.0).item())
+        outcore.release(model)
+    assert norms[0] == norms[1]
+    model, optimizer, shape = backward_only(tmp_path)
+    with monkeypatch.context() as patch:
+        unsynchronised("clear")(patch)
+        with pytest.raises(AssertionError):
+            optimizer.zero_grad()
+    outcore.release(model)
+
+
+def test_a_checkpoint_sees_gradients_on_their_way(
+    emu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`save` waits before it asks whether gradients are there; without the wait it overlooks those to come."""
+    monkeypatch.setattr(Descent, "poll", lambda self: None)  # nothing lands before it is waited for
+    model, optimizer, _ = backward_only(tmp_path, host="1GiB")
+    with monkeypatch.context() as patch:
+        unsynchronised("save")(patch)
+        assert not engine_of(model).present()
+        outcore.save(tmp_path / "mutated", model, optimizer)
+    with pytest.raises(StateError):
+        outcore.save(tmp_path / "saved", model, optimizer)
+    outcore.release(model)
+
+
+def test_release_waits_for_copies(emu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is given back when `release` returns; without its wait buffers on their way are not."""
+    emu.configure(d2h_gbps=0.005)
+    held = []
+    for mutated in (False, True):
+        model, _, _ = backward_only(tmp_path)
+        stage = engine_of(model).stage
+        with monkeypatch.context() as patch:
+            if mutated:
+                unsynchronised("shut")(patch)
+            outcore.release(model)
+        held.append(stage.pinned)
+        torch.accelerator.synchronize()
+    assert held[0] == 0 < held[1]
 
 
 @pytest.mark.parametrize("mutated", [False, True])
