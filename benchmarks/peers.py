@@ -28,7 +28,7 @@ from disk import Fio
 from outcore.memory.sizes import format_size, parse_size
 from sides.generation import forget_pages, write_weights
 from sides.group import memory_group
-from sides.report import gib, machine, raw, spread, table, training_rows, write_json, write_report
+from sides.report import machine, peak, raw, spread, table, training_rows, write_json, write_report
 from sides.turns import Place, Score, take_turns
 
 HOST = {"host": "6GiB"}
@@ -142,7 +142,12 @@ def generation(options: argparse.Namespace, place: Path) -> tuple[dict[str, Scor
 
 def generation_table(scores: dict[str, Score]) -> str:
     rows = [
-        [s.name, spread(s.readings("seconds")), f"{s.median('prompt_seconds'):.2f}", gib(s.most("peak_rss"))]
+        [
+            s.name,
+            spread(s.readings("seconds")),
+            f"{s.median('prompt_seconds'):.2f}",
+            peak(s),
+        ]
         if s.turns
         else [s.name, f"failed: {s.failure}", "", ""]
         for s in scores.values()

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import torch
 
+from outcore.memory.sizes import format_size
 from sides.turns import Score
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
@@ -71,11 +72,17 @@ def training_rows(scores: Iterable[Score], tokens: int) -> Iterable[list[str]]:
             yield [score.name, f"failed: {score.failure}", "", ""]
         elif score.turns:
             rate = tokens / score.median("seconds")
-            yield [score.name, spread(score.readings("seconds")), f"{rate:.0f}", gib(score.most("peak_rss"))]
+            yield [
+                score.name,
+                spread(score.readings("seconds")),
+                f"{rate:.0f}",
+                format_size(int(score.most("peak_rss"))),
+            ]
 
 
-def gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"
+def peak(score: Score) -> str:
+    """The largest peak RSS of its turns."""
+    return format_size(int(score.most("peak_rss")))
 
 
 def raw(scores: Iterable[Score]) -> dict[str, Any]:

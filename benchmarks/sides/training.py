@@ -94,7 +94,9 @@ def settle(device: torch.device) -> None:
 
 
 def recomputing(model: Any) -> Any:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    """Blocks recomputed by transformers' own switch, whichever of its two names it has."""
+    switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    switch({"use_reentrant": False})
     return model
 
 
