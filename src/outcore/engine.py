@@ -256,6 +256,7 @@ class Engine:
         self.pipeline.run(due)
         for unit in self.units:
             self.stage.stale(unit)
+        self.stage.anticipate()
 
     def clear(self) -> None:
         self.stage.synchronize()

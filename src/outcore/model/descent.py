@@ -14,6 +14,7 @@ from outcore.memory.ledger import Ledger
 from outcore.memory.pinned import PinnedMemory
 from outcore.model.unit import Binding
 from outcore.optim.gradients import Gradients
+from outcore.trace.meter import uncounted
 
 
 @dataclass(eq=False)
@@ -88,7 +89,8 @@ class Descent:
             self.send(store)  # a second contribution in one pass: it is added on the host
             buffer = None
         if buffer is None:
-            values = torch.zeros(store.run.numel, dtype=store.run.dtype, device=self._device)
+            with uncounted():  # the stage counts it
+                values = torch.zeros(store.run.numel, dtype=store.run.dtype, device=self._device)
             self._hold(values.nbytes)
             buffer = self._buffers[store] = _Buffer(values)
         buffer.values[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(gradient)

@@ -240,25 +240,31 @@ class DeviceStage:
         self._descent.poll()
         if not (self._prefetch and self._holds_idle):
             return
+        beside = self._ahead - self._reserved
         for distance, key in enumerate(self._clock.upcoming(AHEAD), start=1):
             if not (isinstance(key, tuple) and key[0] in ("forward", "backward")):
                 return
             unit = self._units[key[1]]
+            if distance == 1 and key[0] == "backward":
+                beside += self._gradient_room(unit)
             if self._frames[unit].here:
                 continue
             if not all(self._pool.is_on_host(chunk) for chunk in unit.parameter_chunks):
                 return
-            room = unit_bytes(unit) + self._gradient_room(key[0], unit) + self._ahead - self._reserved
-            if not self._try_room(room, distance):
+            if not self._try_room(unit_bytes(unit) + beside, distance):
                 return
             self._lift(unit)
 
-    def _gradient_room(self, phase: str, unit: Unit) -> int:
-        """Bytes that gradients will take beside a unit lifted ahead, so that they don't push it out again."""
-        if phase != "backward":
-            return 0
-        largest = max((s.run.nbytes for s in unit.stores if s.run.trained), default=0)
-        return max(0, largest - self._descent.held)
+    def _gradient_room(self, following: Unit) -> int:
+        """Bytes of the next gradient buffer, of a unit that is open or of the one that follows.
+
+        It comes beside those still on their way down, and must not push out what was lifted ahead.
+        """
+        near = [unit for unit in self._units if unit.opened] + [following]
+        return max(
+            sum(s.run.nbytes for s in unit.stores if s.run.trained and not self._descent.has_buffer(s))
+            for unit in near
+        )
 
     # -- the waits, one by one --------------------------------------------------------------------
 
@@ -288,6 +294,9 @@ class DeviceStage:
     def gradients_complete(self, unit: Unit) -> None:
         for store in unit.stores:
             self._descent.send(store)
+
+    def anticipate(self) -> None:
+        self._look_ahead()
 
     def synchronize(self) -> None:
         """Wait for all copies: afterwards the host may change what they read."""
