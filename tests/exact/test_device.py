@@ -74,7 +74,6 @@ def test_capacity_is_the_reported_peak(shape: Shape, device: Device, tmp_path: P
     loop = Loop(steps=2)
     expected = device.reference(shape, loop, adamw)
     peaks = []
-    gc.collect()  # of the models of other tests a byte or two per parameter may still be there
 
     def measure(held: outcore.Snapshot) -> None:
         assert device.peak() <= held.peak["device"]
