@@ -95,6 +95,7 @@ def training_ratios(scores: dict[str, Score], speeds: dict[str, float] | None) -
     ):
         if done(ours) and done(other):
             ratios[key] = scores[other].median("seconds") / scores[ours].median("seconds")
+            ratios[f"{key}_processor"] = scores[other].median("processor") / scores[ours].median("processor")
     if done("outcore, disk") and done("deepspeed, disk"):
         ours, other = scores["outcore, disk"], scores["deepspeed, disk"]
         ratios["disk_rss_vs_deepspeed"] = ours.most("peak_rss") / other.most("peak_rss")
@@ -207,7 +208,7 @@ def main() -> None:
             f"blocks recomputed, {options.threads} threads, {limit}, {options.rounds} rounds of {options.steps} steps"
         )
         rows = training_rows(scores.values(), options.rows * options.tokens)
-        parts.append(table(["", "seconds per step", "tokens/s", "peak RSS"], rows))
+        parts.append(table(["", "seconds per step", "tokens/s", "processor s", "peak RSS"], rows))
     if options.generation:
         found, more, about["generation"] = generation(options, options.directory)
         scores |= found

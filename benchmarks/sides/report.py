@@ -66,10 +66,10 @@ def spread(readings: list[float]) -> str:
 
 
 def training_rows(scores: Iterable[Score], tokens: int) -> Iterable[list[str]]:
-    """One row a contender: step time, tokens per second, peak RSS; or why there is none."""
+    """One row a contender: step time, tokens per second, processor time, peak RSS; or why there is none."""
     for score in scores:
         if score.failure is not None:
-            yield [score.name, f"failed: {score.failure}", "", ""]
+            yield [score.name, f"failed: {score.failure}", "", "", ""]
         elif score.turns:
             rate = tokens / score.median("seconds")
             yield [

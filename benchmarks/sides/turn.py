@@ -31,25 +31,31 @@ def main() -> None:
 
 
 def train(asked: dict[str, Any]) -> dict[str, Any]:
-    """Steps that are not counted, then those that are."""
+    """Steps that are not counted, then those that are.
+
+    ``processor`` is the time that all threads of the process were running: on a machine with other work it says
+    what a step costs, though not how long it takes.
+    """
     from sides.training import Settings, trainer
 
     warm, steps = asked.pop("warm"), asked.pop("steps")
     settings = Settings(**asked)
     at_work = trainer(settings)
-    seconds, update, loss = [], [], 0.0
+    seconds, processor, update, loss = [], [], [], 0.0
     before: dict[str, int] = {}
     for number in range(warm + steps):
         ids = settings.batch(number)
         if number == warm:
             before = at_work.moved()
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         loss = at_work.step(ids)
         if number >= warm:
             seconds.append(time.perf_counter() - start)
+            processor.append(time.process_time() - busy)
             update.append(at_work.update)
     moved = {link: (nbytes - before[link]) / steps for link, nbytes in at_work.moved().items()}
-    return {"seconds": seconds, "update": update, "loss": loss, "moved": moved}
+    times = {"seconds": seconds, "processor": processor, "update": update}
+    return {**times, "loss": loss, "moved": moved}
 
 
 def generate(asked: dict[str, Any]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def test_ratios() -> None:
     from sides.turns import Score
 
     def score(name: str, seconds: float, rss: int, **moved: float) -> Score:
-        return Score(name, [{"seconds": [seconds, seconds], "peak_rss": rss, "moved": moved}])
+        return Score(name, [{"seconds": [seconds] * 2, "processor": [1.0], "peak_rss": rss, "moved": moved}])
 
     scores = {
         s.name: s
