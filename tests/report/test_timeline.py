@@ -201,7 +201,7 @@ def test_time_is_not_lost(run: tuple[list[float], Record, dict[str, int]]) -> No
 
 
 def test_a_profiler_sees_units_by_name(tmp_path: Path) -> None:
-    model, optimizer = offloaded(tmp_path)
+    model, optimizer = offloaded(tmp_path, prefetch=False)  # it sees the training thread alone
     step(model, optimizer)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step(model, optimizer)
