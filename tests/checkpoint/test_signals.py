@@ -69,16 +69,22 @@ def test_the_first_signal_is_noted_and_raised_at_the_check(
     assert "once more to stop at once" in capfd.readouterr().err
 
 
+def ended() -> None:
+    """Wait for the threads that read signals."""
+    for thread in threading.enumerate():
+        if thread.name == "outcore-interrupts":
+            thread.join(10)
+
+
 def test_without_any_all_is_put_back(interrupts: outcore.Interrupts) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    ended()  # those of earlier tests
     descriptors = len(os.listdir("/proc/self/fd"))
     with interrupts:
         assert signal.getsignal(signal.SIGTERM) is not before[1]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert signal.set_wakeup_fd(-1) == -1
-    for thread in threading.enumerate():
-        if thread.name == "outcore-interrupts":
-            thread.join(10)
+    ended()
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
