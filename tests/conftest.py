@@ -4,8 +4,9 @@ import pytest
 
 from emulated import accelerator
 from emulated.fixtures import emu
+from exact.devices import device
 
-__all__ = ["emu"]
+__all__ = ["device", "emu"]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

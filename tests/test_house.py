@@ -54,6 +54,13 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
     assert not sources_where(FORBIDDEN.search)
 
 
+def test_serialized_objects_are_taken_apart_in_one_place() -> None:
+    """There they are read as data: see [Note: Data, not a program]."""
+    assert sources_where(re.compile(r"\bpickletools\b|\bmarshal\b|\bshelve\b|Unpickler").search) == [
+        "src/outcore/checkpoint/dcp/data.py"
+    ]
+
+
 def test_modules_say_what_they_are_for() -> None:
     assert not sources_where(lambda text: text.strip() and not text.startswith('"""'))
 

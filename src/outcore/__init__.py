@@ -16,7 +16,10 @@
 
 from __future__ import annotations
 
+from outcore.checkpoint.dcp.read import from_dcp
+from outcore.checkpoint.dcp.write import to_dcp
 from outcore.checkpoint.export import export
+from outcore.checkpoint.interrupts import Interrupts
 from outcore.checkpoint.load import load
 from outcore.checkpoint.reader import verify
 from outcore.checkpoint.save import save
@@ -31,6 +34,8 @@ from outcore.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
 from outcore.planning.machine import Machine
 from outcore.planning.plan import Plan
 from outcore.planning.planner import plan
+from outcore.report.health import first_nonfinite
+from outcore.report.tracer import record
 
 __version__ = "0.1.0"
 
@@ -43,6 +48,7 @@ __all__ = [
     "Budget",
     "Checkpoints",
     "Foreign",
+    "Interrupts",
     "Lion",
     "Machine",
     "Optimizer",
@@ -50,13 +56,17 @@ __all__ = [
     "Precision",
     "Snapshot",
     "export",
+    "first_nonfinite",
+    "from_dcp",
     "gather",
     "load",
     "offload",
     "plan",
+    "record",
     "release",
     "save",
     "snapshot",
+    "to_dcp",
     "verify",
     "weights",
 ]

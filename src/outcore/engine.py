@@ -38,7 +38,7 @@ from outcore.model.units import discover
 from outcore.optim.gradients import Gradients
 from outcore.optim.kernels import GradTransform, Rule, workers
 from outcore.optim.optimizer import Optimizer
-from outcore.optim.pipeline import Due, Pipeline, master_kind
+from outcore.optim.pipeline import Due, NoUpdates, Pipeline, Updates, master_kind
 from outcore.optim.scaling import LossScale
 from outcore.planning.minimum import check, needs
 from outcore.trace.clock import Clock
@@ -87,16 +87,24 @@ class Engine:
         self.clock = Clock(schedule, self.pool)
         stores = [store for unit in self.units for store in unit.stores]
         self.gradients = Gradients(stores, self.pool, workers())
-        self.stage = site.furnish(self.units, self.pool, self.gradients, self.clock, self.ledger)
-        roomy = 2 * found.total <= limits.host
-        self.gauge = site.gauge(self.stage, self.pool, self.ledger, roomy, self._outside)
-        self.residency = Residency(self.stage, self.clock, self.gradients, self.gauge)
-        self.backward = BackwardPass(self.residency, self.stage.gradients_complete)
+        self._largest_update = found.update
         self.pipeline = (
             None
             if self.rule is None
-            else Pipeline(self.rule, stores, self.gradients, self.pool, self.clock, self.ledger, workers())
+            else Pipeline(
+                self.rule, stores, self.gradients, self.pool, self.clock, self.ledger, workers(), prefetch
+            )
         )
+        self.updates: Updates = self.pipeline or NoUpdates()
+        self.stage = site.furnish(
+            self.units, self.pool, self.gradients, self.clock, self.ledger, self.updates
+        )
+        roomy = 2 * found.total <= limits.host
+        self.gauge = site.gauge(self.stage, self.pool, self.ledger, roomy, self._outside)
+        self.residency = Residency(
+            self.stage, self.clock, self.gradients, self.gauge, self.updates, self.ledger
+        )
+        self.backward = BackwardPass(self.residency, self.stage.gradients_complete)
         self._resting: dict[int, str] = {}
         self._activations = activations
 
@@ -172,7 +180,15 @@ class Engine:
             if recomputes and point.block and not recomputes_itself(point.module):
                 self._undo.append(recompute(point.module))
         self._undo.append(
-            Laps(model, self.stage.device, self.precision.dtype, self.clock, self.gauge, self.backward).remove
+            Laps(
+                model,
+                self.stage.device,
+                self.precision.dtype,
+                self.clock,
+                self.gauge,
+                self.backward,
+                self.updates,
+            ).remove
         )
         for unit in self.units:
             for binding in unit.bindings:
@@ -190,15 +206,26 @@ class Engine:
             self.optimizer.bind(self, scale)
 
     def _watch(self, unit: Unit, binding: Binding) -> Any:
+        # Python's collector doesn't see hooks that a tensor holds: they must not hold what holds the tensor.
+        engine, where = weakref.ref(self), (unit.index, unit.bindings.index(binding))
+
         def accumulated(parameter: torch.Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
-            if binding.store.run.trained:
-                gradient = gradient.to_dense() if gradient.is_sparse else gradient
-                self.stage.collect(unit, binding, gradient.detach())
-            self.backward.accumulated(unit, binding.slot.index)
+            found = engine()
+            if found is not None:
+                found._accumulated(*where, gradient)
 
         return binding.parameter.register_post_accumulate_grad_hook(accumulated)
+
+    def _accumulated(self, number: int, place: int, gradient: torch.Tensor) -> None:
+        unit = self.units[number]
+        binding = unit.bindings[place]
+        if binding.store.run.trained:
+            self.updates.finish()  # no chunk holds gradients of two steps
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            self.stage.collect(unit, binding, gradient.detach())
+        self.backward.accumulated(unit, binding.slot.index)
 
     # -- callbacks --------------------------------------------------------------------------------
 
@@ -241,6 +268,9 @@ class Engine:
         self.stage.synchronize()
         return self.gradients.sum_of_squares(transform)
 
+    def first_nonfinite(self) -> str | None:
+        return self.gradients.first_nonfinite()
+
     def present(self) -> set[int]:
         return {
             slot.index
@@ -253,9 +283,12 @@ class Engine:
     def apply(self, due: Due) -> None:
         assert self.pipeline is not None
         self.gauge.end()
-        self.pipeline.run(due)
+        self.pipeline.begin(due)
         for unit in self.units:
             self.stage.stale(unit)
+        if self.pool.floor < 2 * self._largest_update:
+            self.pipeline.finish()  # beside the activations of a forward there would not be room for updates
+        self.stage.anticipate()
 
     def clear(self) -> None:
         self.stage.synchronize()
@@ -263,6 +296,7 @@ class Engine:
 
     def state(self, index: int) -> Mapping[str, torch.Tensor]:
         assert self.rule is not None
+        self.updates.finish()
         for unit in self.units:
             for binding in unit.bindings:
                 if binding.slot.index == index:
@@ -271,13 +305,20 @@ class Engine:
 
     def begin_restore(self) -> None:
         """All parameters and states are about to be replaced: drop what was derived from the old ones."""
+        self.settle()
         self.clear()
         for unit in self.units:
             self.stage.replaced(unit)
 
+    def settle(self) -> None:
+        """Wait for updates and copies: afterwards all chunks are as the steps so far leave them."""
+        self.updates.finish()
+        self.stage.synchronize()
+
     # -- reading and the end ----------------------------------------------------------------------
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.updates.finish()
         for unit in self.units:
             yield from weights_of.masters(unit, self.pool, self.rule)
 
@@ -285,8 +326,10 @@ class Engine:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        if self.pipeline is not None:
+            self.pipeline.close()
         self.gauge.end()
-        self.backward.reset()
+        self.backward.abandon()
         self.stage.shut()
         self.pool.close()
         if self.disk is not None:

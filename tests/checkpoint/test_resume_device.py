@@ -1,25 +1,25 @@
-"""Resuming on three tiers of the emulated accelerator, its generator and frozen weights included."""
+"""Resuming on three tiers of a device, its generator and frozen weights included."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 import outcore
 from checkpoint.runs import offloaded, seed_all, train, weights
+from exact.devices import Device
 from exact.shapes import SHAPES, Shape
-
-pytestmark = pytest.mark.emulated
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_resume(shape: Shape, emu: ModuleType, tmp_path: Path) -> None:
-    roomy = dict(budget=outcore.Budget(device="1GiB", host="1GiB"), device="emu")
+def test_resume(shape: Shape, device: Device, tmp_path: Path) -> None:
+    roomy = dict(budget=outcore.Budget(device="1GiB", host="1GiB"), device=device.name)
     tight = dict(
-        budget=outcore.Budget(device="8MiB", host="14MiB", disk=tmp_path), chunk_size="128KiB", device="emu"
+        budget=outcore.Budget(device="8MiB", host="14MiB", disk=tmp_path),
+        chunk_size="128KiB",
+        device=device.name,
     )
     seed_all(11)
     with offloaded(shape, **tight) as (model, optimizer):

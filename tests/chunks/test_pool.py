@@ -113,7 +113,6 @@ class Machine(RuleBasedStateMachine):
 
     @rule(on=st.booleans())
     def switch(self, on: bool) -> None:
-        self.pool.set_prefetch(on)
         self.pool.hold_idle(on)
 
     @invariant()

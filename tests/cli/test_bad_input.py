@@ -32,6 +32,7 @@ BAD = {
     "a disk of size zero": (("--disk", "{tmp}:0GiB"), "at least one byte"),
     "a disk that is not there": (("--disk", "{tmp}/none"), "can't be used"),
     "a disk that is a file": (("--disk", "{tmp}/short.txt"), "not a directory"),
+    "a disk that is a link": (("--disk", "{tmp}/link"), "is a symbolic link: name"),
     "a host budget too small": (("--host-memory", "64KiB"), "too small"),
     "no room for activations": (("--host-memory", "1200KiB"), "too small"),
     "a host budget too large": (("--host-memory", "4096TiB"), "ask for no more"),
@@ -56,6 +57,7 @@ def folder(tmp_path: Path) -> Path:
     """Good and bad files."""
     text(tmp_path)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")

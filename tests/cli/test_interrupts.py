@@ -1,18 +1,23 @@
-"""Ctrl-C stops a run where everything is at rest."""
+"""Signals stop a run where everything is at rest, and with --checkpoint nothing is lost."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from calling import metrics, text
+from calling import outcore as call
 
-from outcore.cli.interrupts import Interrupts
+import outcore
 
 COMMAND = """
 import signal
@@ -21,50 +26,166 @@ from outcore.cli.main import run
 run()
 """
 
+SLOW = """
+import time
+from outcore.cli import loop
+before = loop.outcore.snapshot
+def snapshot(model):
+    print("in a step", flush=True)
+    time.sleep({seconds})
+    return before(model)
+loop.outcore.snapshot = snapshot
+"""
 
-def test_the_first_is_noted_and_raised_at_the_check(capfd: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        with Interrupts() as interrupts:
-            interrupts.check()
-            os.kill(os.getpid(), signal.SIGINT)
-            with pytest.raises(KeyboardInterrupt):
-                interrupts.check()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert "once more to stop at once" in capfd.readouterr().err
-
-
-def test_without_any_the_handler_is_put_back() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with Interrupts():
-        assert signal.getsignal(signal.SIGINT) is not before
-    assert signal.getsignal(signal.SIGINT) is before
+BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+TINY = ("--model", "gpt2-tiny", "--seq-len", "32", "--host-memory", "4MiB", "--device", "cpu")
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_run_that_reads_and_writes_a_disk_stops(tmp_path: Path, times: int) -> None:
-    arguments = ["train", "--model", "gpt2-tiny", "--data", str(text(tmp_path)), "--seq-len", "32"]
-    arguments += ["--host-memory", "4MiB", "--disk", str(tmp_path), "--steps", "1000000"]
-    arguments += ["--log-dir", str(tmp_path / "log"), "--device", "cpu"]
+@contextmanager
+def started(folder: Path, *more: object, slow: float = 0) -> Iterator[subprocess.Popen[str]]:
+    """A long run that has taken its first step."""
+    words = folder / "words.txt"
+    data = words if words.exists() else text(folder)
+    arguments = ["train", *TINY, "--data", str(data), "--disk", str(folder), "--log-dir", str(folder / "log")]
+    if "--steps" not in more:
+        more = ("--steps", 1_000_000, *more)
+    command = SLOW.format(seconds=slow) + COMMAND if slow else COMMAND
     with subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *arguments],
-        stdout=subprocess.DEVNULL,
+        [sys.executable, "-c", command, *arguments, *map(str, more)],
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     ) as process:
         try:
             until = time.monotonic() + 120
-            line = tmp_path / "log" / "metrics.jsonl"
+            line = folder / "log" / "metrics.jsonl"
             while not (line.exists() and line.stat().st_size) and time.monotonic() < until:
+                assert process.poll() is None, process.communicate()
                 time.sleep(0.05)
-            for _ in range(times):
-                process.send_signal(signal.SIGINT)
-                time.sleep(0.01)
-            _, said = process.communicate(timeout=60)
+            yield process
         finally:
             process.kill()
-    assert process.returncode == 130, said
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@BOTH
+@pytest.mark.parametrize("times", [1, 2])
+def test_without_checkpoints_a_run_stops_and_its_exit_code_tells(
+    tmp_path: Path, times: int, number: signal.Signals
+) -> None:
+    with started(tmp_path) as process:
+        for _ in range(times):
+            process.send_signal(number)
+            time.sleep(0.01)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, said
+    assert f"outcore: {number.name}: stopping at the end of this pass; once more" in said
     assert "Traceback" not in said
-    assert {path.name for path in tmp_path.iterdir()} == {"log", "words.txt"}
+    assert names(tmp_path) == {"log", "words.txt"}
     assert metrics(tmp_path / "log")[0]["step"] == 1
+
+
+@BOTH
+def test_with_checkpoints_the_step_is_saved_and_the_command_to_go_on_is_said(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with started(tmp_path, "--checkpoint", tmp_path / "run", "--lr", "1e-3") as process:
+        os.killpg(process.pid, number)  # as a terminal and a service manager do
+        said, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert f"{number.name}: stopping at the end of this step within 300 s; once more" in errors
+    last = metrics(tmp_path / "log")[-1]["step"]
+    assert f"stopped after step {last} of 1000000, saved in {tmp_path / 'run'}/step-{last}\n" in said
+    outcore.verify(tmp_path / "run" / f"step-{last}")
+    [command] = re.findall("^resume with: outcore (.*)$", said, re.M)
+    arguments = shlex.split(command)
+    assert arguments[-1] == "--resume"
+    assert "--grace" not in arguments
+    arguments[arguments.index("--steps") + 1] = str(last + 3)
+    assert call(*arguments).exit_code == 0
+    words = tmp_path / "again"
+    whole = arguments[:-1]
+    whole[whole.index("--checkpoint") + 1] = str(words)
+    whole[whole.index("--log-dir") + 1] = str(words)
+    assert call(*whole).exit_code == 0
+    assert [line["loss"] for line in metrics(tmp_path / "log")] == [line["loss"] for line in metrics(words)]
+
+
+def test_a_kill_loses_only_what_was_not_saved(tmp_path: Path) -> None:
+    more = ("--checkpoint", tmp_path / "run", "--every", 1)
+    with started(tmp_path, *more) as process:
+        time.sleep(0.3)
+        process.kill()
+        process.communicate(timeout=60)
+    arguments = ("--data", tmp_path / "words.txt", "--log-dir", tmp_path / "log", *more)
+    steps = metrics(tmp_path / "log")[-1]["step"] + 2 if (tmp_path / "log").exists() else 3
+    result = call("train", *TINY, *arguments, "--host-memory", "1GiB", "--steps", steps, "--resume")
+    assert result.exit_code == 0, result.output
+    found = metrics(tmp_path / "log")
+    assert [line["step"] for line in found] == list(range(1, steps + 1))
+    assert not [name for name in names(tmp_path / "run") if name.startswith(".tmp-")]
+    more = ("--data", tmp_path / "words.txt", "--log-dir", tmp_path / "whole")
+    assert call("train", *TINY, *more, "--host-memory", "1GiB", "--steps", steps).exit_code == 0
+    assert [line["loss"] for line in metrics(tmp_path / "whole")] == [line["loss"] for line in found]
+
+
+@BOTH
+def test_a_second_signal_leaves_at_once_in_the_middle_of_a_step(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with started(tmp_path, "--checkpoint", tmp_path / "run", slow=3) as process:
+        start = time.monotonic()
+        process.send_signal(number)
+        while time.monotonic() - start < 0.2:
+            time.sleep(0.01)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+        took = time.monotonic() - start
+    assert process.returncode == 128 + number, said
+    assert took < 2.5
+    assert f"{number.name} again: stopped at once; resume with: outcore train" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_grace_ends(tmp_path: Path) -> None:
+    more = ("--checkpoint", tmp_path / "run", "--grace", "0.3")
+    with started(tmp_path, *more, slow=3) as process:
+        start = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+        took = time.monotonic() - start
+    assert process.returncode == 143, said
+    assert "within 0.3 s" in said
+    assert "the grace of 0.3 s is over; resume with: outcore train" in said
+    assert took < 2.5
+
+
+def test_before_the_first_step_there_is_nothing_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offload = outcore.offload
+    made: list[outcore.Interrupts] = []
+
+    class Noted(outcore.Interrupts):
+        def __enter__(self) -> outcore.Interrupts:
+            made.append(self)
+            return super().__enter__()
+
+    def interrupted(*arguments: object, **more: object) -> object:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return offload(*arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(outcore, "offload", interrupted)
+    monkeypatch.setattr(outcore, "Interrupts", Noted)
+    try:
+        arguments = ("--data", text(tmp_path), "--checkpoint", tmp_path / "run", "--steps", 3)
+        result = call("train", *TINY, *arguments)
+    finally:
+        made[0].close()
+    assert result.exit_code == 0, result.output
+    assert "stopped after step 0 of 3, nothing to save yet\nresume with: outcore train" in result.stdout
+    assert not (tmp_path / "run").exists()

@@ -46,6 +46,7 @@ def test_every_step_has_a_line(done: tuple[Path, str]) -> None:
         assert line["grad_norm"] > 0
         assert line["tokens"] == 64
         assert line["skipped"] == 0
+        assert line["nonfinite"] is None
         assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["seconds"])
         for tier, budget in line["budget"].items():
             assert line["held"][tier] <= line["peak"][tier] <= budget
@@ -148,6 +149,29 @@ def test_an_earlier_run_in_the_same_log_is_kept(tmp_path: Path) -> None:
     train(tmp_path, "log", "--seed", 1)
     assert (tmp_path / "log" / "metrics.jsonl.1").read_text() == earlier
     assert [line["step"] for line in metrics(tmp_path / "log")] == [1, 2, 3]
+
+
+@pytest.mark.filterwarnings("default::RuntimeWarning")
+def test_a_loss_that_is_not_finite_names_the_unit(tmp_path: Path) -> None:
+    """Once: from then on every step is like it."""
+    import torch
+    import transformers
+
+    settings = {"vocab_size": 512, "n_layer": 3, "n_embd": 48, "n_head": 4, "n_positions": 64}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings))
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_fc.bias[5] = torch.nan
+    model.save_pretrained(tmp_path / "model")
+    arguments = ("--data", text(tmp_path), "--log-dir", tmp_path / "log", "--steps", 3, "--accumulate", 2)
+    result = outcore("train", *TINY, "--model", tmp_path / "model", *arguments)
+    assert result.exit_code == 0, result.output
+    said = [line for line in result.stderr.splitlines() if "loss of step" in line]
+    assert said == ["outcore: warning: the loss of step 1 is not finite, first in transformer.h.1"]
+    assert "step skipped: a gradient is not finite, first in " in result.stderr
+    lines = metrics(tmp_path / "log")
+    assert lines[0]["nonfinite"] == "transformer.h.1"
+    assert all(line["nonfinite"] for line in lines)
+    assert [line["skipped"] for line in lines] == [1, 2, 3]
 
 
 def test_json_has_no_nan(tmp_path: Path) -> None:

@@ -121,6 +121,7 @@ def in_memory(
 
 def assert_idle(engine: Engine) -> None:
     """Nothing is open, and nothing is pinned, between two steps."""
+    engine.settle()
     assert [unit.name for unit in engine.units if unit.opened] == []
     assert engine.backward.calls == []
     for unit in engine.units:

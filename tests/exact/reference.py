@@ -11,6 +11,7 @@ from torch import nn
 
 import outcore
 from exact.shapes import Batch, Shape, built
+from outcore.model.placement import move_buffers, replace_data
 from outcore.optim.local import LocalBackend
 from outcore.optim.optimizer import Optimizer
 from outcore.optim.pipeline import Due
@@ -71,7 +72,11 @@ class Loop:
 
 
 class InMemory(LocalBackend):
-    """The optimizer's work on gradients summed in fp32, with masters from the model before it was cast."""
+    """The optimizer's work on gradients summed in fp32, with masters from the model before it was cast.
+
+    The update always runs on the host, as it does in outcore: of a model on a device, gradients are brought here
+    and updated parameters taken back.
+    """
 
     def __init__(
         self,
@@ -79,46 +84,62 @@ class InMemory(LocalBackend):
         masters: dict[nn.Parameter, torch.Tensor],
         sums: dict[nn.Parameter, torch.Tensor],
     ) -> None:
-        super().__init__(optimizer.rule, optimizer.parameters())
+        self._own = optimizer.parameters()
+        super().__init__(optimizer.rule, [_on_host(p) for p in self._own])
         self._sums = sums
-        self._number = {p: i for i, p in enumerate(self._parameters)}
-        for index, parameter in enumerate(self._parameters):
+        self._number = {p: i for i, p in enumerate(self._own)}
+        for index, (own, parameter) in enumerate(zip(self._own, self._parameters, strict=True)):
             planes = self._states(index)
-            self._rule.initialise(planes, parameter.detach().view(-1), masters[parameter].reshape(-1))
+            self._rule.initialise(planes, parameter.detach().view(-1), masters[own].reshape(-1))
 
     def present(self) -> set[int]:
-        return super().present() | {i for i, p in enumerate(self._parameters) if p in self._sums}
+        return {i for i, p in enumerate(self._own) if p.grad is not None or p in self._sums}
 
     def _gradient(self, index: int) -> torch.Tensor:
-        total = self._sums.get(self._parameters[index])
-        return super()._gradient(index) if total is None else total.reshape(-1)
+        own = self._own[index]
+        found = self._sums.get(own, own.grad)
+        assert found is not None
+        return found.detach().cpu().reshape(-1)
 
     def clear(self) -> None:
-        super().clear()
+        for parameter in self._own:
+            parameter.grad = None
         self._sums.clear()
 
     def apply(self, due: Due) -> None:
         super().apply(due)
+        for index in self.present():
+            own, updated = self._own[index], self._parameters[index]
+            if own is not updated:
+                own.data.copy_(updated.detach())
         self.clear()
 
     def weight(self, parameter: nn.Parameter) -> torch.Tensor:
         index = self._number.get(parameter)
         if index is None:
-            return parameter.detach()
+            return parameter.detach().cpu()
         out = torch.empty(parameter.numel())
-        self._rule.master(parameter.detach().view(-1), self._states(index), out)
+        self._rule.master(self._parameters[index].detach().view(-1), self._states(index), out)
         return out.view(parameter.shape)
 
 
-def in_memory(shape: Shape, loop: Loop, make: MakeOptimizer) -> Result:
-    """Plain torch: a model in the compute dtype, gradients summed in fp32 from the second on, our optimizer unbound."""
+def _on_host(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter itself, or its copy if it is on a device."""
+    return parameter if parameter.device.type == "cpu" else nn.Parameter(parameter.detach().cpu())
+
+
+def in_memory(shape: Shape, loop: Loop, make: MakeOptimizer, device: str = "cpu") -> Result:
+    """Plain torch: a model in the compute dtype, gradients summed in fp32 from the second on, our optimizer unbound.
+
+    All of the model is on ``device``.
+    """
     model = built(shape)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[loop.precision]
     masters = {p: p.detach().clone() for p in model.parameters()}
     batch_norms = {p for m in model.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()}
     for p in model.parameters():
-        if p not in batch_norms:
-            p.data = p.data.to(dtype)
+        replace_data(p, p.data.to(device, p.dtype if p in batch_norms else dtype))
+    move_buffers(model, torch.device(device))
     optimizer = make([p for p in model.parameters() if p.requires_grad])
     sums: dict[nn.Parameter, torch.Tensor] = {}
 
@@ -131,7 +152,7 @@ def in_memory(shape: Shape, loop: Loop, make: MakeOptimizer) -> Result:
                 p.grad = None
 
     def place(batch: Batch) -> Batch:
-        return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+        return {k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in batch.items()}
 
     backend = InMemory(optimizer, masters, sums)
     optimizer._backend = backend
@@ -147,7 +168,11 @@ def offloaded(
     inspect: Callable[[outcore.Snapshot], None] = lambda held: None,
     **settings: Any,
 ) -> Result:
-    """The same training with states spread over tiers; no tier ever holds more than its budget."""
+    """The same training with states spread over tiers; no tier ever holds more than its budget.
+
+    It computes on the CPU unless ``device`` says otherwise, also where there is an accelerator.
+    """
+    settings.setdefault("device", "cpu")
     model = built(shape)
     optimizer = make([p for p in model.parameters() if p.requires_grad])
     outcore.offload(model, optimizer, precision=outcore.Precision(loop.precision), **settings)

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 import outcore
+from exact.devices import Device
 from exact.shapes import SHAPES, built
 from faulty import Fault, install
 from outcore.errors import TierError
 
-pytestmark = pytest.mark.emulated
-
 
 def test_a_unit_lifted_by_half_is_not_used(
-    emu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each read in turn fails once: the forward raises, and the next one reads what was written."""
     shape = SHAPES[0]
-    batch = {k: v.to("emu") for k, v in shape.batch(0).items()}
+    batch = {k: v.to(device.name) for k, v in shape.batch(0).items()}
     expected = None
     raised = 0
     for at in range(40):
         files = install(monkeypatch, [Fault("read", at, "eio")] if at else [])
         model = built(shape)
         budget = outcore.Budget(device="2MiB", host="700KiB", disk=tmp_path)
-        outcore.offload(model, device="emu", budget=budget, chunk_size="128KiB", prefetch=False)
+        outcore.offload(model, device=device.name, budget=budget, chunk_size="128KiB", prefetch=False)
         outputs = []
         with torch.no_grad():
             for _ in range(4):

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import gettempdir
+from typing import Any
 
 import pytest
 import torch
@@ -227,3 +230,57 @@ def test_speed_is_measured() -> None:
 
 def test_extents_say_where_they_are() -> None:
     assert repr(Extent(5000, 4096, 1)) == "Extent(nbytes=5000, offset=4096, lane=1, generation=0)"
+
+
+SHARES = """
+import os, sys
+from outcore.memory.disk import DiskTier
+from outcore.memory.host import reserve
+from outcore.memory.ledger import Ledger
+
+value = int(sys.argv[2])
+tier = DiskTier([sys.argv[1]], ledger=Ledger(), budget=8 << 20)
+extents = [tier.allocate(1 << 20) for _ in range(8)]
+print("ready", os.fstat(tier._lanes[0].file._fd).st_ino, flush=True)
+for turn in range(3):
+    assert sys.stdin.readline()
+    for k, extent in enumerate(extents):
+        place = reserve(1 << 20)
+        place.tensor.fill_(value + turn + k)
+        tier.write_now(extent, place.buffer)
+    print("written", flush=True)
+    assert sys.stdin.readline()
+    for k, extent in enumerate(extents):
+        place = reserve(1 << 20)
+        tier.read_now(extent, place.buffer)
+        assert place.tensor.eq(value + turn + k).all()
+    print("read", flush=True)
+tier.close()
+"""
+
+
+def test_two_runs_in_one_folder_never_meet(tmp_path: Path) -> None:
+    """Two processes write the same offsets in turns, and each reads its own bytes; nothing has a name."""
+    command = [sys.executable, "-c", SHARES, str(tmp_path)]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (
+        subprocess.Popen([*command, "1"], **pipes) as one,
+        subprocess.Popen([*command, "100"], **pipes) as two,
+    ):
+
+        def tell(process: subprocess.Popen[str]) -> str:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            return process.stdout.readline().strip()
+
+        assert one.stdout is not None
+        assert two.stdout is not None
+        files = {process.stdout.readline() for process in (one, two)}
+        assert len(files) == 2
+        for _ in range(3):
+            assert list(tmp_path.iterdir()) == []
+            assert [tell(process) for process in (one, two)] == ["written"] * 2
+            assert [tell(process) for process in (two, one)] == ["read"] * 2
+    assert one.returncode == two.returncode == 0

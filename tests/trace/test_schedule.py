@@ -83,3 +83,28 @@ def test_a_repeated_order_is_foretold_exactly(orders: list[list[int]]) -> None:
         for c in range(8):
             if c in flat[position:] and len(orders) <= Schedule.HORIZON:
                 assert schedule.next_use(pages[c]) == flat[position:].index(c) + 1
+
+
+def test_a_use_that_was_over_ahead_of_its_tick_is_foreseen_no_more(chunks: list[Chunk]) -> None:
+    schedule = Schedule()
+    for _ in range(2):
+        play(schedule, "f", [0, 1, 2], chunks)
+    schedule.begin("f")
+    assert schedule.next_use(chunks[1]) == 2
+    schedule.fulfil(1)
+    assert schedule.next_use(chunks[1]) == 5  # in the lap after this one
+    assert [chunk.name for _, chunk in schedule.upcoming()][:2] == ["c0", "c2"]
+    for i in (0, 1, 2):
+        schedule.advance(i, (chunks[i],))
+    assert schedule.next_use(chunks[1]) == 2
+    assert [chunk.name for _, chunk in schedule.upcoming()] == ["c0", "c1", "c2"]
+
+
+def test_a_use_fulfilled_before_its_lap_begins(chunks: list[Chunk]) -> None:
+    schedule = Schedule()
+    for _ in range(2):
+        play(schedule, "f", [0, 1], chunks)
+    schedule.fulfil(0)
+    assert schedule.next_use(chunks[0]) == 3
+    play(schedule, "f", [0], chunks)
+    assert schedule.next_use(chunks[0]) == 2

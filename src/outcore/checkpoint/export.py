@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from torch import nn
 
 from outcore.checkpoint import states
 from outcore.checkpoint.files import Files, writing
+from outcore.checkpoint.manifest import StoredParameter
 from outcore.checkpoint.model import engine_with, persistent_buffers
 from outcore.checkpoint.pieces import Layout, Piece
+from outcore.checkpoint.reader import opened, parts
 from outcore.checkpoint.writer import Cursor, Writer, committed
-from outcore.engine import Engine
+from outcore.errors import ModelError
 from outcore.model.policies import Precision, PrecisionName
 
 SHARD_BYTES = 4 * 10**9
@@ -43,9 +46,9 @@ def export(model: nn.Module, path: str | PathLike[str], dtype: PrecisionName = "
     """
     target = Precision(dtype).dtype
     engine = engine_with(model, None)
-    engine.stage.synchronize()
+    engine.settle()
     layout = Layout(SHARD_BYTES, {"format": "pt"})
-    names = _names(engine)
+    names = _names(model)
     parameters = {
         binding.name: layout.add(
             "model", names[binding.name], _rounded(states.full_dtype(binding), target), binding.slot.shape
@@ -56,25 +59,93 @@ def export(model: nn.Module, path: str | PathLike[str], dtype: PrecisionName = "
         name: layout.add("model", name, buffer.dtype, buffer.shape)
         for name, buffer in persistent_buffers(model)
     }
+
+    def fill(writer: Writer) -> None:
+        sinks = {name: _Rounding(writer.cursor(piece), piece) for name, piece in parameters.items()}
+        states.read(engine, sinks, {})
+        for name, buffer in persistent_buffers(model):
+            if buffers[name].nbytes:
+                writer.cursor(buffers[name]).write(buffer.detach().to("cpu").contiguous())
+
+    pieces = [*parameters.values(), *buffers.values()]
+    _write(Path(path), layout, pieces, fill, lambda folder: _save_configs(model, target, folder))
+
+
+def export_stored(
+    checkpoint: Path,
+    path: Path,
+    model: nn.Module,
+    dtype: PrecisionName = "bf16",
+    texts: Mapping[str, str] | None = None,
+) -> None:
+    """Write a checkpoint as such a directory, without memory for more than a part of a tensor.
+
+    Args:
+        checkpoint: one, not a series.
+        path: must not exist.
+        model: of the checkpoint; only its names, buffers' names and configuration are used, so it may be on meta.
+        dtype: of floating parameters.
+        texts: more files by name, such as a tokenizer's.
+
+    Raises:
+        UsageError: an unknown dtype, or ``path`` exists.
+        ModelError: the checkpoint is of another model.
+        CheckpointError, DiskReadError: it can't be read, or is damaged; there is nothing at ``path``.
+        DiskFullError, DiskWriteError: the system refused; there is nothing at ``path``.
+    """
+    target = Precision(dtype).dtype
+    names = _names(model)
+    with opened(checkpoint) as reader:
+        manifest = reader.manifest
+        _match(manifest.parameters, names, model)
+        layout = Layout(SHARD_BYTES, {"format": "pt"})
+        pairs = []
+        for name, stored in manifest.parameters.items():
+            source = stored.value
+            pairs.append(
+                (source, layout.add("model", names[name], _rounded(source.dtype, target), source.shape))
+            )
+        for name, source in manifest.buffers.items():
+            pairs.append((source, layout.add("model", name, source.dtype, source.shape)))
+
+        def fill(writer: Writer) -> None:
+            for source, piece in pairs:
+                if piece.nbytes:
+                    sink = _Rounding(writer.cursor(piece), piece)
+                    for part in parts(reader, source):
+                        sink.write(part)
+
+        def others(folder: Path) -> None:
+            _save_configs(model, target, folder)
+            for name, text in (texts or {}).items():
+                (folder / name).write_text(text, encoding="utf-8")
+
+        _write(path, layout, [piece for _, piece in pairs], fill, others)
+
+
+def _write(
+    path: Path,
+    layout: Layout,
+    pieces: list[Piece],
+    fill: Callable[[Writer], None],
+    others: Callable[[Path], None],
+) -> None:
+    """Commit a directory of shards, their index, and what ``others`` writes."""
     planned = layout.seal()
     for number, file in enumerate(planned, 1):
         single = len(planned) == 1
         file.rename(
             "model.safetensors" if single else f"model-{number:05d}-of-{len(planned):05d}.safetensors"
         )
-    with committed(Path(path).absolute()) as (files, folder):
+    with committed(path.absolute()) as (files, folder):
         writer = Writer(files, folder, planned)
         try:
-            sinks = {name: _Rounding(writer.cursor(piece), piece) for name, piece in parameters.items()}
-            states.read(engine, sinks, {})
-            for name, buffer in persistent_buffers(model):
-                if buffers[name].nbytes:
-                    writer.cursor(buffers[name]).write(buffer.detach().to("cpu").contiguous())
-            _write_configs(model, target, files, folder)
+            fill(writer)
+            with writing(folder):
+                others(folder)
+                _sync(files, folder)
             if len(planned) > 1:
-                writer.finish_with(
-                    "model.safetensors.index.json", _index([*parameters.values(), *buffers.values()])
-                )
+                writer.finish_with("model.safetensors.index.json", _index(pieces))
             else:
                 writer.finish_empty()
         finally:
@@ -96,18 +167,34 @@ def _rounded(dtype: torch.dtype, target: torch.dtype) -> torch.dtype:
     return target if dtype.is_floating_point else dtype
 
 
-def _names(engine: Engine) -> dict[str, str]:
-    """The name under which each parameter is stored: of a tied one's, the one that others are tied to."""
+def _names(model: nn.Module) -> dict[str, str]:
+    """For each of a model's parameter names, the one it is stored under: of tied ones, that others are tied to."""
     aliases: dict[int, list[str]] = {}
-    for name, parameter in engine.model.named_parameters(remove_duplicate=False):
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
-    tied = getattr(engine.model, "_tied_weights_keys", None) or ()
+    tied = getattr(model, "_tied_weights_keys", None) or ()
     found = {}
-    for binding in states.bindings(engine):
-        names = aliases[id(binding.parameter)]
+    for names in aliases.values():
         sources = [n for n in names if not any(pattern == n or re.search(pattern, n) for pattern in tied)]
-        found[binding.name] = (sources or names)[0]
+        found.update(dict.fromkeys(names, (sources or names)[0]))
     return found
+
+
+def _match(stored: Mapping[str, StoredParameter], names: Mapping[str, str], model: nn.Module) -> None:
+    """Check that a checkpoint has each of a model's parameters, under any of its names, and no others."""
+    unknown = stored.keys() - names.keys()
+    if unknown:
+        raise ModelError(
+            f"the model has no parameter {min(unknown)[:200]!r}: the checkpoint is of another model"
+        )
+    missing = set(names.values()) - {names[name] for name in stored}
+    if missing:
+        raise ModelError(f"the checkpoint has no parameter {min(missing)!r}: it is of another model")
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in stored and stored[name].value.shape != tuple(parameter.shape):
+            raise ModelError(
+                f"{name}: the checkpoint has shape {list(stored[name].value.shape)}, the model {list(parameter.shape)}"
+            )
 
 
 def _index(pieces: list[Piece]) -> bytes:
@@ -116,21 +203,21 @@ def _index(pieces: list[Piece]) -> bytes:
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode()
 
 
-def _write_configs(model: nn.Module, dtype: torch.dtype, files: Files, folder: Path) -> None:
-    written = []
+def _save_configs(model: nn.Module, dtype: torch.dtype, folder: Path) -> None:
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config = copy.deepcopy(config)
         config.architectures = [type(model).__name__]
         setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
-        written.append(config)
+        config.save_pretrained(folder)
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "save_pretrained"):
-        written.append(generation)
-    with writing(folder):
-        for settings in written:
-            settings.save_pretrained(folder)
-        for place in folder.glob("*.json"):
+        generation.save_pretrained(folder)
+
+
+def _sync(files: Files, folder: Path) -> None:
+    for place in folder.iterdir():
+        if place.suffix != ".safetensors":
             fd = files.open(place)
             try:
                 files.sync(fd)

@@ -56,6 +56,17 @@ def load(path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Opt
         return Restore(engine, reader, engine.optimizer if optimizer is not None else None).run()
 
 
+def extra_of(path: Path) -> Any:
+    """The ``extra`` of a checkpoint, without a model to load it into.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or damaged.
+        DiskReadError: the system refused.
+    """
+    with opened(path) as reader:
+        return decode(reader.manifest.extra, lambda key: _tensor(reader, key))
+
+
 class Restore:
     """One load: checks all it can, then changes the model."""
 
@@ -98,10 +109,7 @@ class Restore:
         return extra
 
     def _tensor(self, key: str) -> torch.Tensor:
-        piece = self._reader.manifest.state.get(key)
-        if piece is None:
-            raise CheckpointError(f"the manifest speaks of a tensor {key[:80]!r} that it does not have")
-        return self._reader.source(piece).whole()
+        return _tensor(self._reader, key)
 
     @torch.no_grad()
     def _stream(self, manifest: Manifest) -> None:
@@ -135,6 +143,13 @@ class Restore:
         )
         if stored.scale is not None and optimizer.loss_scale is not None:
             optimizer.loss_scale = LossScale(**vars(stored.scale))
+
+
+def _tensor(reader: Reader, key: str) -> torch.Tensor:
+    piece = reader.manifest.state.get(key)
+    if piece is None:
+        raise CheckpointError(f"the manifest speaks of a tensor {key[:80]!r} that it does not have")
+    return reader.source(piece).whole()
 
 
 def _check_objects(hyper: list[Any], unstreamed: Any) -> None:

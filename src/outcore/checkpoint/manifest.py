@@ -103,10 +103,15 @@ class Manifest:
 
     def pieces(self) -> list[Piece]:
         """All tensors."""
-        found = [*self.buffers.values(), *self.state.values()]
-        for parameter in self.parameters.values():
-            found += [parameter.value, *parameter.moments.values()]
-        return found
+        return [piece for _, piece in self.named_pieces()]
+
+    def named_pieces(self) -> list[tuple[str, Piece]]:
+        """All tensors with their names: parameters, their moments as ``exp_avg:name``, buffers, states."""
+        found = []
+        for name, parameter in self.parameters.items():
+            found.append((name, parameter.value))
+            found += [(f"{moment}:{name}", piece) for moment, piece in parameter.moments.items()]
+        return [*found, *self.buffers.items(), *self.state.items()]
 
 
 # -- writing ------------------------------------------------------------------------------------------

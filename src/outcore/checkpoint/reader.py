@@ -47,6 +47,10 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{place}: {error}") from None
 
 
+PART = 1 << 20
+"""Elements that are read at a time where nothing else says how many."""
+
+
 class Source:
     """Reads one tensor from its first element to its last, and then compares the digest."""
 
@@ -147,9 +151,34 @@ def verify(path: str | PathLike[str]) -> Manifest:
     """
     with opened(Path(path)) as reader:
         for piece in reader.manifest.pieces():
-            source, left = reader.source(piece), piece.nbytes // piece.dtype.itemsize
-            while left:
-                count = min(left, 1 << 20)
-                source.read(count)
-                left -= count
+            for _ in parts(reader, piece):
+                pass
         return reader.manifest
+
+
+def parts(reader: Reader, piece: Piece) -> Iterator[torch.Tensor]:
+    """A tensor's elements in order, at most `PART` at a time; its digest is compared after the last.
+
+    Raises:
+        CheckpointError: it is damaged.
+        DiskReadError: the system refused.
+    """
+    source, left = reader.source(piece), piece.nbytes // piece.dtype.itemsize
+    while left:
+        count = min(left, PART)
+        yield source.read(count)
+        left -= count
+
+
+def fault(reader: Reader, piece: Piece) -> str:
+    """What is wrong with a tensor's bytes; nothing if it is whole.
+
+    Raises:
+        DiskReadError: the system refused.
+    """
+    try:
+        for _ in parts(reader, piece):
+            pass
+    except CheckpointError as error:
+        return str(error)
+    return ""

@@ -53,7 +53,7 @@ def save(
         DiskFullError, DiskWriteError: the system refused; there is nothing at ``path``, and training can go on.
     """
     engine = engine_with(model, optimizer)
-    engine.stage.synchronize()
+    engine.settle()
     if engine.present():
         raise StateError("a checkpoint is saved between steps, and gradients are waiting: step() first")
     target = Path(path).absolute()

@@ -17,49 +17,23 @@ The pool is told when things are needed (`Order`) and whom to evict (`Replacer`)
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
-from enum import Enum
-from types import TracebackType
+from collections.abc import Callable, Iterable, Sequence
 
 from outcore.chunks.chunk import Chunk, Residence
+from outcore.chunks.guards import Access as Access
+from outcore.chunks.guards import Guard as Guard
+from outcore.chunks.guards import SideGuard
 from outcore.chunks.replacers import Order, Replacer
+from outcore.chunks.traffic import Traffic
 from outcore.errors import BudgetError, StateError, TierError
 from outcore.memory.disk import DiskTier
 from outcore.memory.ledger import Ledger
+from outcore.memory.watchdog import Watchdog
+
+WATCH = 0.5
+"""Seconds after which a thread that waits for room looks whether it is still wanted."""
 
 UNDER_WAY = frozenset({Residence.READING, Residence.WRITING})
-
-
-class Access(Enum):
-    """What a guard may do with the bytes."""
-
-    READ = "read"
-    WRITE = "write"
-    """Read and change them: the disk copy becomes stale."""
-    FRESH = "fresh"
-    """Overwrite all of them: what was there is not read back, and an empty chunk starts as zeros."""
-
-
-class Guard:
-    """Pins chunks while open. A context manager; closing twice is harmless."""
-
-    def __init__(self, pool: Pool, chunks: Sequence[Chunk]) -> None:
-        self._pool = pool
-        self._chunks = chunks
-
-    def close(self) -> None:
-        chunks, self._chunks = self._chunks, ()
-        if chunks:
-            self._pool._unpin(chunks)
-
-    def __enter__(self) -> Guard:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class Pool:
@@ -94,12 +68,13 @@ class Pool:
         self._prefetch = prefetch
         self._holds_idle = True
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = Watchdog(self._lock, lambda: "" if disk is None else disk.stalled())
         self._resident: dict[Chunk, None] = {}
         self._used = 0
-        self._leaving = 0
         self._clock = 0
-        self._transfers = 0
+        self._traffic = Traffic(disk, self._lock)
+        self._beside = 0
+        self._most_reserved = 0
         self._failure: BaseException | None = None
         self._closed = False
 
@@ -120,6 +95,11 @@ class Pool:
             return self._borrowed + sum(chunk.nbytes for chunk in self._resident if chunk.pins)
 
     @property
+    def floor(self) -> int:
+        """Bytes that were left for chunks where activations took the most so far."""
+        return self._budget - self._most_reserved
+
+    @property
     def ceiling(self) -> int:
         """Bytes the chunks may hold on the host now."""
         return self._budget - self._reserved
@@ -135,6 +115,7 @@ class Pool:
         """
         with self._lock:
             self._reserved, self._ahead = nbytes, max(nbytes, ahead)
+            self._most_reserved = max(self._most_reserved, nbytes)
             self._make_room(0, None)
 
     def hold_idle(self, on: bool) -> None:
@@ -155,7 +136,8 @@ class Pool:
                     self._drop(chunk, Residence.DISK)
                 else:
                     self._begin_write(chunk)
-            if not any(chunk.pins == 0 and chunk.residence in UNDER_WAY for chunk in self._resident):
+            leaving = any(chunk.pins == 0 and chunk.residence in UNDER_WAY for chunk in self._resident)
+            if not leaving and not self._beside:
                 return
             with self._ledger.waiting("disk write"):
                 self._changed.wait()
@@ -184,12 +166,81 @@ class Pool:
                 for chunk in wanted:
                     self._settle(chunk, access)
             except BaseException:
-                self._unpin(wanted)
+                self.unpin(wanted)
                 raise
             self._clock += 1
             for chunk in wanted:
                 chunk.last_use = self._clock
         return Guard(self, wanted)
+
+    def guard_if_room(
+        self, reads: Sequence[Chunk], writes: Sequence[Chunk], claim: Callable[[], bool]
+    ) -> Guard | None:
+        """Guard chunks for a thread beside the one that trains: for reading, and for writing.
+
+        Room is taken only from what is needed later than they are, and waited for holding nothing, so the
+        training thread never finds less than it would alone. ``claim`` is called when there is room, before
+        anything is held. ``None`` if it refuses, or if there is no room for a while.
+
+        Raises:
+            TierError: a read failed.
+        """
+        chunks = (*reads, *writes)
+        with self._lock:
+            if not self._enter(chunks, claim):
+                self._changed.wait(WATCH)
+                if not self._enter(chunks, claim):
+                    return None
+            guard = SideGuard(self, chunks)
+            self._beside += 1
+            try:
+                while any(chunk.residence is Residence.READING for chunk in chunks) or any(
+                    chunk.residence is Residence.WRITING for chunk in writes
+                ):
+                    self._changed.wait()
+                for chunk in chunks:
+                    if not chunk.on_host:
+                        raise chunk.error or StateError("a chunk left while it was in use")
+                for chunk in writes:
+                    if chunk.residence is Residence.CLEAN:
+                        chunk.move(Residence.DIRTY)
+            except BaseException:
+                guard.close()
+                raise
+            self._clock += 1
+            for chunk in chunks:
+                chunk.last_use = self._clock
+            return guard
+
+    def _enter(self, chunks: Sequence[Chunk], claim: Callable[[], bool]) -> bool:
+        """Pin chunks and start reading those that are on disk, if there is room and the claim is granted."""
+        if not self._holds_idle or self._closed:
+            return False
+        distance = min(self._order.next_use(chunk) for chunk in chunks)
+        entered = False
+        for chunk in chunks:
+            chunk.pins += 1  # none of them may make room for the others
+        try:
+            absent = [chunk for chunk in chunks if not chunk.on_host]
+            ready = (
+                all(chunk.error is None for chunk in absent)
+                and self._try_room(sum(chunk.nbytes for chunk in absent), distance)
+                and claim()
+            )
+            if ready:
+                for chunk in absent:
+                    self._begin_read(chunk)
+                entered = True
+        finally:
+            if not entered:
+                for chunk in chunks:
+                    chunk.pins -= 1
+        return entered
+
+    def wake(self) -> None:
+        """Let all who wait look again."""
+        with self._lock:
+            self._changed.notify_all()
 
     def _bring(self, chunk: Chunk, access: Access) -> None:
         """Start what must happen before the chunk can be used."""
@@ -223,8 +274,9 @@ class Pool:
         if chunk.residence is Residence.CLEAN:
             chunk.move(Residence.DIRTY)
 
-    def _unpin(self, chunks: Sequence[Chunk]) -> None:
+    def unpin(self, chunks: Sequence[Chunk], beside: int = 0) -> None:
         with self._lock:
+            self._beside -= beside
             for chunk in chunks:
                 assert chunk.pins > 0, chunk.name
                 chunk.pins -= 1
@@ -260,7 +312,7 @@ class Pool:
         """
         with self._lock:
             while not self._try_room(nbytes, -1):
-                if self._transfers == 0:
+                if self._is_quiet():
                     self._refuse(nbytes)
                 self._changed.wait()
             self._used += nbytes
@@ -284,12 +336,6 @@ class Pool:
                 self._pump()
             else:
                 self._trim()
-
-    def set_prefetch(self, on: bool) -> None:
-        """Read ahead from now on, or not."""
-        with self._lock:
-            self._prefetch = on
-            self._pump()
 
     def is_on_host(self, chunk: Chunk) -> bool:
         """Whether a guard for reading would not wait."""
@@ -324,7 +370,7 @@ class Pool:
         while not self._try_room(nbytes, -1):
             if newcomer is not None and newcomer.on_host:
                 return
-            if self._transfers == 0:
+            if self._is_quiet():
                 if newcomer is None:
                     return
                 self._refuse(nbytes)
@@ -336,7 +382,7 @@ class Pool:
         ceiling = self.ceiling if ceiling is None else ceiling
         while self._used + nbytes > ceiling:
             missing = self._used + nbytes - ceiling
-            if self._leaving >= missing:
+            if self._traffic.leaving >= missing:
                 return False
             victim = self._replacer.victim(self._evictable(), beyond)
             if victim is None:
@@ -346,6 +392,10 @@ class Pool:
             else:
                 self._begin_write(victim)
         return True
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing is under way that will make room."""
+        return self._traffic.count == 0 and self._beside == 0
 
     def _is_too_full(self) -> bool:
         return self._used > self.ceiling or not self._holds_idle
@@ -382,65 +432,57 @@ class Pool:
     def _charge(self, chunk: Chunk) -> None:
         self._resident[chunk] = None
         self._used += chunk.nbytes
-        self._ledger.hold("host", chunk.nbytes)
+        self._ledger.hold("host", chunk.nbytes, chunk.kind.value)
 
     def _drop(self, chunk: Chunk, to: Residence) -> None:
         chunk.move(to)
         del self._resident[chunk]
         self._used -= chunk.nbytes
         chunk.region.release()
-        self._ledger.hold("host", -chunk.nbytes)
+        self._ledger.hold("host", -chunk.nbytes, chunk.kind.value)
 
     # -- transfers --------------------------------------------------------------------------------
 
     def _begin_read(self, chunk: Chunk) -> None:
-        assert self._disk is not None
-        assert chunk.extent is not None
         chunk.move(Residence.READING)
         self._charge(chunk)
-        self._transfers += 1
-        future = self._disk.read(chunk.extent, chunk.region.buffer)
-        future.add_done_callback(lambda done: self._read_done(chunk, done))
+        try:
+            self._traffic.read(chunk, self._read_done)
+        except BaseException:
+            self._drop(chunk, Residence.DISK)
+            raise
 
-    def _read_done(self, chunk: Chunk, done: Future[None]) -> None:
-        with self._lock:
-            self._transfers -= 1
-            chunk.error = done.exception()
-            if chunk.error is None:
-                chunk.move(Residence.CLEAN)
-            else:
-                self._drop(chunk, Residence.DISK)
-            self._changed.notify_all()
-            self._pump()
+    def _read_done(self, chunk: Chunk) -> None:
+        if chunk.error is None:
+            chunk.move(Residence.CLEAN)
+        else:
+            self._drop(chunk, Residence.DISK)
+        self._changed.notify_all()
+        self._pump()
 
     def _begin_write(self, chunk: Chunk) -> None:
-        assert self._disk is not None
-        if chunk.extent is None:
-            chunk.extent = self._disk.allocate(chunk.nbytes)
+        self._traffic.allocate(chunk)
         chunk.move(Residence.WRITING)
-        self._transfers += 1
-        self._leaving += chunk.nbytes
-        future = self._disk.write(chunk.extent, chunk.region.buffer)
-        future.add_done_callback(lambda done: self._write_done(chunk, done))
+        try:
+            self._traffic.write(chunk, self._write_done)
+        except BaseException:
+            chunk.move(Residence.DIRTY)
+            raise
 
-    def _write_done(self, chunk: Chunk, done: Future[None]) -> None:
-        with self._lock:
-            self._transfers -= 1
-            self._leaving -= chunk.nbytes
-            chunk.error = done.exception()
-            chunk.move(Residence.CLEAN if chunk.error is None else Residence.DIRTY)
-            self._failure = self._failure or chunk.error
-            if chunk.residence is Residence.CLEAN and chunk.pins == 0 and self._is_too_full():
-                self._drop(chunk, Residence.DISK)
-            self._changed.notify_all()
-            self._pump()
+    def _write_done(self, chunk: Chunk) -> None:
+        chunk.move(Residence.CLEAN if chunk.error is None else Residence.DIRTY)
+        self._failure = self._failure or chunk.error
+        if chunk.residence is Residence.CLEAN and chunk.pins == 0 and self._is_too_full():
+            self._drop(chunk, Residence.DISK)
+        self._changed.notify_all()
+        self._pump()
 
     # -- the end ----------------------------------------------------------------------------------
 
     def quiesce(self) -> None:
         """Wait until no transfer is under way."""
         with self._lock:
-            while self._transfers:
+            while self._traffic.count:
                 self._changed.wait()
 
     def close(self) -> None:
@@ -453,4 +495,4 @@ class Pool:
                 del self._resident[chunk]
                 self._used -= chunk.nbytes
                 chunk.region.release()
-                self._ledger.hold("host", -chunk.nbytes)
+                self._ledger.hold("host", -chunk.nbytes, chunk.kind.value)

@@ -7,7 +7,8 @@ code  meaning
 1     it failed while it ran: a tier, the machine, or the program itself
 2     it could not begin: a setting, a path, a model or a budget that doesn't do
 3     outcore plan: it does not fit
-130   interrupted by the user
+130   interrupted (SIGINT), with nothing saved
+143   the same by SIGTERM
 ====  ==============================================================================================
 
 With ``OUTCORE_DEBUG=1`` in the environment the traceback comes before the line.
@@ -16,6 +17,7 @@ With ``OUTCORE_DEBUG=1`` in the environment the traceback comes before the line.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -30,7 +32,7 @@ from outcore.errors import BudgetError, OutcoreError, UsageError
 FAILED = 1
 USAGE = 2
 UNFIT = 3
-INTERRUPTED = 130
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def say(text: str) -> None:
@@ -51,9 +53,10 @@ def reported() -> Iterator[None]:
         yield
     except (typer.Exit, typer.Abort):
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         say("interrupted")
-        raise typer.Exit(INTERRUPTED) from None
+        [number] = interrupt.args or (signal.SIGINT,)
+        raise typer.Exit(128 + number) from None
     except Exception as error:
         if os.environ.get("OUTCORE_DEBUG", "") not in ("", "0"):
             traceback.print_exc()

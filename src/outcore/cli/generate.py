@@ -54,7 +54,6 @@ def _run(
     import torch
 
     import outcore
-    from outcore.cli.interrupts import Interrupts
     from outcore.cli.plan import model_line, tiers
     from outcore.integrations.transformers import build
     from outcore.report.console import make_console, show_plan
@@ -74,7 +73,7 @@ def _run(
             f"{ids.shape[1]} tokens of prompt and {count} new ones are more than the {built.positions} "
             f"positions of {name}: shorten one of them"
         )
-    with Interrupts() as interrupts:
+    with outcore.Interrupts(grace=None, ending="this pass") as interrupts:
 
         def stop(tokens: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
             interrupts.check()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 import outcore
 from outcore.cli.batches import Batches
-from outcore.cli.interrupts import Interrupts
 from outcore.report.step import Step
 
 
@@ -20,37 +22,50 @@ def train(
     batches: Batches,
     *,
     device: torch.device,
-    steps: int,
+    steps: range,
     accumulate: int,
     clip: float,
-    interrupts: Interrupts,
+    between: Callable[[], None],
+    watch: Callable[[int], AbstractContextManager[None]],
 ) -> Iterator[Step]:
     """Take optimizer steps, and yield each one's measurements as it ends.
 
     Args:
         model: offloaded; called with ``input_ids`` and ``labels``, gives a ``loss``.
+        steps: their numbers.
         accumulate: micro-batches of a step; each counts alike.
         clip: largest norm of the gradient, 0 for no clipping.
-        interrupts: asked between passes.
+        between: called between passes, where everything is at rest.
+        watch: gives, for the number of a step, what to run it in.
     """
-    for number in range(1, steps + 1):
-        before = outcore.snapshot(model)
-        start = time.perf_counter()
-        losses, tokens = [], 0
-        for _ in range(accumulate):
-            ids = torch.from_numpy(batches.next()).to(device)
-            interrupts.check()
-            loss = model(input_ids=ids, labels=ids).loss
-            interrupts.check()
-            optimizer.backward(loss / accumulate if accumulate > 1 else loss)
-            interrupts.check()
-            losses.append(loss.detach())
-            tokens += ids.numel()
-        norm = float(optimizer.clip_grad_norm_(clip)) if clip > 0 else None
-        lr = float(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = sum(float(loss) for loss in losses) / accumulate
-        seconds = time.perf_counter() - start
-        after = outcore.snapshot(model)
-        yield Step(number, mean, lr, norm, tokens, seconds, before, after, optimizer.skipped_steps)
+    healthy = True
+    for number in steps:
+        with watch(number):
+            before = outcore.snapshot(model)
+            start = time.perf_counter()
+            losses, batch, tokens = [], [], 0
+            for _ in range(accumulate):
+                ids = torch.from_numpy(batches.next()).to(device)
+                between()
+                loss = model(input_ids=ids, labels=ids).loss
+                between()
+                optimizer.backward(loss / accumulate if accumulate > 1 else loss)
+                between()
+                losses.append(loss.detach())
+                batch.append(ids)
+                tokens += ids.numel()
+            norm = float(optimizer.clip_grad_norm_(clip)) if clip > 0 else None
+            lr = float(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            optimizer.zero_grad()
+            mean = sum(float(loss) for loss in losses) / accumulate
+            seconds = time.perf_counter() - start
+            after = outcore.snapshot(model)
+        where = optimizer.nonfinite
+        if not math.isfinite(mean) and healthy:  # the step was skipped: the weights are what they were
+            bad = next(ids for ids, loss in zip(batch, losses, strict=True) if not math.isfinite(float(loss)))
+            where = outcore.first_nonfinite(model, input_ids=bad, labels=bad) or where
+            found = "in the output of no unit" if where is None else f"first in {where}"
+            warnings.warn(f"the loss of step {number} is not finite, {found}", RuntimeWarning, stacklevel=2)
+        healthy = math.isfinite(mean)
+        yield Step(number, mean, lr, norm, tokens, seconds, before, after, optimizer.skipped_steps, where)

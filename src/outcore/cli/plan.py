@@ -11,7 +11,7 @@ from outcore.report.metrics import has_tensorboard
 if TYPE_CHECKING:
     import torch
 
-    from outcore.cli.train import Settings
+    from outcore.cli.settings import Settings
     from outcore.integrations.transformers import Built
 
 

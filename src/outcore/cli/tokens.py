@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outcore.cli.files import PIECE, Texts
-from outcore.errors import DiskWriteError, UsageError
+from outcore.errors import CheckpointError, DiskWriteError, UsageError
 
 SAMPLE = 4 << 20
 """Characters of the data on which a tokenizer is trained; more change it little and cost memory."""
@@ -29,6 +30,9 @@ class Tokenizer(Protocol):
 
     def encode_pieces(self, pieces: list[str]) -> Iterable[list[int]]:
         """The tokens of each piece, nothing added."""
+
+    def files(self) -> dict[str, str]:
+        """Its files by name, for a checkpoint."""
 
     @property
     def end(self) -> int | None:
@@ -62,6 +66,29 @@ class Trained:
         )
         self.backend.train_from_iterator(_sample(texts), trainer)
 
+    @classmethod
+    def kept(cls, text: str) -> Trained:
+        """One that a checkpoint kept, as `files` gave it.
+
+        Raises:
+            CheckpointError: it is none.
+        """
+        from tokenizers import Tokenizer as Backend
+
+        made = cls.__new__(cls)
+        try:
+            made.backend = Backend.from_str(text)
+        except Exception as error:  # the library raises nothing more precise
+            raise CheckpointError(f"the checkpoint's tokenizer can't be read: {error}") from None
+        return made
+
+    def files(self) -> dict[str, str]:
+        """Its files by name, as transformers would save them."""
+        from transformers import PreTrainedTokenizerFast
+
+        whole = PreTrainedTokenizerFast(tokenizer_object=self.backend, eos_token=END)
+        return {**_saved(whole), "tokenizer.json": self.backend.to_str()}
+
     def encode_pieces(self, pieces: list[str]) -> Iterable[list[int]]:
         return [found.ids for found in self.backend.encode_batch_fast(pieces, add_special_tokens=False)]
 
@@ -85,6 +112,10 @@ class Given:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+
+    def files(self) -> dict[str, str]:
+        """Its files by name."""
+        return _saved(self.tokenizer)
 
     def encode_pieces(self, pieces: list[str]) -> Iterable[list[int]]:
         found: list[list[int]] = self.tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"]
@@ -159,6 +190,17 @@ def _encoded(
     if batch:
         yield flush()
         said(done + waiting)
+
+
+def _saved(tokenizer: Any) -> dict[str, str]:
+    """The files of a transformers tokenizer that are text, which those of a fast one are."""
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="outcore-tokenizer-") as folder:
+        tokenizer.save_pretrained(folder)
+        for path in sorted(Path(folder).iterdir()):
+            with contextlib.suppress(UnicodeDecodeError, OSError):
+                found[path.name] = path.read_text(encoding="utf-8")
+    return found
 
 
 def _sample(texts: Texts) -> Iterator[str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import inspect
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,44 +11,13 @@ import typer
 
 from outcore.cli import options
 from outcore.cli.failures import reported
+from outcore.cli.settings import EVERY, KEEP, TRACED, Settings, resume_command
 from outcore.errors import UsageError
 
 if TYPE_CHECKING:
-    from outcore.cli.batches import Batches
-    from outcore.cli.tokens import Trained
+    from outcore.cli.keeping import Previous
+    from outcore.cli.tokens import Given, Trained
     from outcore.integrations.transformers import Built
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The flags of ``outcore train``, checked as far as they can be by themselves."""
-
-    model: str
-    data: list[str]
-    device: str | None
-    device_memory: str | None
-    host_memory: str | None
-    disk: list[str]
-    seq_len: int
-    batch_size: int
-    accumulate: int
-    steps: int
-    optimizer: str
-    lr: float | None
-    clip: float
-    precision: str
-    activations: str
-    seed: int
-    log_dir: Path
-
-    def __post_init__(self) -> None:
-        options.at_least(2, seq_len=self.seq_len)
-        options.at_least(1, batch_size=self.batch_size, accumulate=self.accumulate, steps=self.steps)
-        options.check_seed(self.seed)
-        if self.lr is not None and not (self.lr > 0 and math.isfinite(self.lr)):
-            raise UsageError(f"--lr must be above 0, and is {self.lr}")
-        if not (self.clip >= 0 and math.isfinite(self.clip)):
-            raise UsageError(f"--clip must be 0 (off) or more, and is {self.clip}")
 
 
 def train(
@@ -97,7 +65,38 @@ def train(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="For metrics.jsonl, TensorBoard and the tokenizer. By default runs/MODEL-DATE-TIME.",
+            help="For metrics.jsonl, TensorBoard, trace.json and the tokenizer. By default that of --checkpoint, or "
+            "else runs/MODEL-DATE-TIME.",
+        ),
+    ] = None,
+    trace_steps: Annotated[
+        str,
+        typer.Option(
+            metavar="STEPS",
+            help="Steps to record in trace.json, for outcore report and Perfetto: numbers, ranges and the word "
+            "last; or none.",
+        ),
+    ] = TRACED,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Save the run there: every so many steps, at the end, and when stopped."
+        ),
+    ] = None,
+    every: Annotated[
+        int | None, typer.Option(metavar="N", help=f"Steps between two checkpoints; {EVERY} by default.")
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option(metavar="K", help=f"The newest checkpoints to keep; {KEEP} by default.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint, or begin if there is none.")
+    ] = False,
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="After SIGINT or SIGTERM, the time to finish the step and save; 300 by default.",
         ),
     ] = None,
 ) -> None:
@@ -120,7 +119,13 @@ def train(
             precision=precision,
             activations=activations,
             seed=seed,
-            log_dir=log_dir or _named(model),
+            log_dir=log_dir or checkpoint or _named(model),
+            trace_steps=trace_steps,
+            checkpoint=checkpoint,
+            every=every,
+            keep=keep,
+            resume=resume,
+            grace=grace,
         )
         run(settings)
 
@@ -130,14 +135,19 @@ def run(settings: Settings) -> None:
     import torch
 
     import outcore
-    from outcore.cli import loop
-    from outcore.cli.interrupts import Interrupts
+    from outcore.checkpoint.interrupts import GRACE
+    from outcore.cli.batches import Batches
+    from outcore.cli.files import Texts
+    from outcore.cli.identity import facts, facts_of_data
+    from outcore.cli.keeping import Keeping
     from outcore.cli.plan import describe
     from outcore.cli.recipes import learning_rate, make, recipe
+    from outcore.cli.steps import Steps
     from outcore.integrations.transformers import build
     from outcore.memory.device import find
-    from outcore.report.console import Progressed, make_console, show_end, show_plan
-    from outcore.report.metrics import Metrics
+    from outcore.report.console import make_console
+    from outcore.report.metrics import check_writable
+    from outcore.report.tracer import parse_steps
 
     console = make_console()
     device = find(settings.device)
@@ -147,18 +157,38 @@ def run(settings: Settings) -> None:
     precision = outcore.Precision(settings.precision)  # type: ignore[arg-type]
     activations = outcore.Activations(settings.activations)  # type: ignore[arg-type]
     found = recipe(settings.optimizer)
-    metrics = Metrics(settings.log_dir)
-    texts = _texts(settings)
+    check_writable(settings.log_dir, "log")
+    traced = parse_steps(settings.trace_steps, settings.steps)
+    keeping = Keeping.of(settings)
+    texts = Texts.find(settings.data)
     built = build(settings.model, training=True)
     if built.positions is not None and settings.seq_len > built.positions:
         raise UsageError(
             f"--seq-len is {settings.seq_len}, but {settings.model} has {built.positions} positions"
         )
-    batches, trained, said = _batches(settings, built, texts, console)
     lr = settings.lr or learning_rate(found, built.name, built.weights is not None)
+    previous = None if keeping is None else keeping.previous(settings.resume, facts(settings, built, lr))
+    if previous is not None and previous.step >= settings.steps:
+        console.print(
+            f"nothing to do: {previous.path} is at step {previous.step} of {settings.steps}; give a larger --steps "
+            "to go on"
+        )
+        return
+    tokenizer = _tokenizer(built, texts, previous)
+    tokens, said = _tokens(built, texts, tokenizer, console)
+    batches = Batches(tokens, settings.seq_len, settings.batch_size, settings.seed)
+    if keeping is not None:
+        keeping.facts["data"] = facts_of_data(tokens)
+        keeping.tokenizer = tokenizer.files()
+        if previous is not None:
+            keeping.check_data(previous)
     torch.manual_seed(settings.seed)
     optimizer = make(found, built.model.parameters(), lr)
-    with Interrupts() as interrupts:
+    grace = GRACE if settings.grace is None else settings.grace
+    patient = keeping is not None
+    interrupts = outcore.Interrupts(grace if patient else None, "this step" if patient else "this pass")
+    interrupts.hint = f"resume with: {command(settings)}" if patient else ""
+    with interrupts:
         outcore.offload(
             built.model,
             optimizer,
@@ -169,60 +199,51 @@ def run(settings: Settings) -> None:
             weights=built.weights,
         )
         try:
-            interrupts.check()
-            show_plan(console, describe(settings, built, said, lr, device))
-            steps = []
-            with metrics, Progressed(console, settings.steps) as progress:
-                for step in loop.train(
-                    built.model,
-                    optimizer,
-                    batches,
-                    device=device,
-                    steps=settings.steps,
-                    accumulate=settings.accumulate,
-                    clip=settings.clip,
-                    interrupts=interrupts,
-                ):
-                    metrics.write(step)
-                    if trained is not None and step.number == 1:
-                        trained.save(settings.log_dir / "tokenizer.json")
-                    progress.show(step)
-                    steps.append(step)
-            show_end(console, steps)
-            console.print(f"metrics in {settings.log_dir}")
+            steps = Steps(settings, built, optimizer, batches, keeping, interrupts, console, traced)
+            steps.begin(previous)
+            steps.plan(describe(settings, built, said, lr, device))
+            steps.run(device, tokenizer)
         finally:
             outcore.release(built.model)
+
+
+def command(settings: Settings) -> str:
+    """The command that goes on with a run."""
+    defaults = {name: found.default for name, found in inspect.signature(train).parameters.items()}
+    return resume_command(settings, {**defaults, "data": ["stdlib"], "log_dir": settings.checkpoint})
 
 
 def _named(model: str) -> Path:
     return Path("runs", f"{Path(model).name or 'model'}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
-def _texts(settings: Settings) -> Any:
-    from outcore.cli.files import Texts
+def _tokenizer(built: Built, texts: Any, previous: Previous | None) -> Given | Trained:
+    """The model's own, the one that the checkpoint has, or a new one."""
+    from outcore.cli.tokens import Given, Trained
 
-    return Texts.find(settings.data)
+    if built.tokenizer is not None:
+        return Given(built.tokenizer)
+    kept = {} if previous is None else previous.tokenizer
+    return (
+        Trained.kept(kept["tokenizer.json"]) if "tokenizer.json" in kept else Trained(texts, built.vocabulary)
+    )
 
 
-def _batches(
-    settings: Settings, built: Built, texts: Any, console: Any
-) -> tuple[Batches, Trained | None, str]:
-    """The data, the tokenizer if one had to be trained, and what there is to say about them."""
-    from outcore.cli.batches import Batches
-    from outcore.cli.tokens import Given, Trained, token_file
+def _tokens(built: Built, texts: Any, tokenizer: Given | Trained, console: Any) -> tuple[Any, str]:
+    """All tokens, shape (n,), and what there is to say about them."""
+    from outcore.cli.tokens import Trained, token_file
     from outcore.memory.heap import give_back
 
-    trained = None if built.tokenizer is not None else Trained(texts, built.vocabulary)
     with console.status("reading the data") as status:
         tokens = token_file(
             texts,
-            trained or Given(built.tokenizer),
+            tokenizer,
             built.vocabulary,
             lambda done: status.update(f"reading the data: {done:,} characters"),
         )
     give_back()
-    batches = Batches(tokens, settings.seq_len, settings.batch_size, settings.seed)
-    whose = "the model's tokenizer" if trained is None else f"a tokenizer of {trained.size:,} trained on it"
+    whose = "the model's tokenizer"
+    if isinstance(tokenizer, Trained):
+        whose = f"a tokenizer of {tokenizer.size:,} trained on it"
     skipped = f", {texts.skipped} files skipped that are not text" if texts.skipped else ""
-    said = f"{len(texts.paths):,} files, {len(tokens):,} tokens by {whose}{skipped}"
-    return batches, trained, said
+    return tokens, f"{len(texts.paths):,} files, {len(tokens):,} tokens by {whose}{skipped}"

@@ -10,8 +10,10 @@ memory at a time, and as long as nothing is written to it, the kernel gives it n
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +94,27 @@ def build(name: str | os.PathLike[str], *, training: bool) -> Built:
         _generation(model, weights)
     model.train(training)
     return Built(name, model, model.config, weights, tokenizer)
+
+
+def from_config(settings: Mapping[str, Any], where: str) -> Any:
+    """A causal language model on meta from a configuration as JSON has it.
+
+    Args:
+        where: the configuration is from, for messages.
+
+    Raises:
+        UsageError: transformers is not installed.
+        ModelError: the configuration can't be used.
+    """
+    require()
+    with tempfile.TemporaryDirectory(prefix="outcore-config-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(dict(settings)), encoding="utf-8")
+        try:
+            model = empty(config_of(Path(folder)))
+        except ModelError as error:
+            raise ModelError(f"the configuration in {where} can't be used: {error}") from None
+    model.config.use_cache = True
+    return model
 
 
 @contextmanager

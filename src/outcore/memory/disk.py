@@ -19,7 +19,7 @@ from outcore.memory.blocks import failure
 from outcore.memory.budget import DiskLimit
 from outcore.memory.extents import Extent, blocks
 from outcore.memory.lane import Lane
-from outcore.memory.ledger import Ledger
+from outcore.memory.ledger import OTHER, Ledger
 from outcore.memory.transfer import Completer
 
 __all__ = ["DiskTier", "Extent"]
@@ -108,8 +108,8 @@ class DiskTier:
         """Bytes of the extents that are allocated, in whole blocks."""
         return sum(lane.space.used for lane in self._lanes)
 
-    def allocate(self, nbytes: int) -> Extent:
-        """A place for ``nbytes`` bytes.
+    def allocate(self, nbytes: int, label: str = "", kind: str = OTHER) -> Extent:
+        """A place for ``nbytes`` bytes; ``label`` says in messages and reports what they are, ``kind`` in the ledger.
 
         Raises:
             DiskFullError: no room within the budget, or on the device.
@@ -133,8 +133,8 @@ class DiskTier:
                     length = self._lengths[index]
                     refusal = failure(error, "growth", lane.file, length, offset + space - length, 0)
                     continue
-                self._ledger.hold("disk", space)
-                return Extent(nbytes, offset, index)
+                self._ledger.hold("disk", space, kind)
+                return Extent(nbytes, offset, index, label=label, kind=kind)
             raise refusal or self._full(space)
 
     def free(self, extent: Extent) -> None:
@@ -151,7 +151,7 @@ class DiskTier:
             lane = self._lanes[extent.lane]
             lane.retire(extent)
             lane.space.give(extent.offset, extent.space)
-            self._ledger.hold("disk", -extent.space)
+            self._ledger.hold("disk", -extent.space, extent.kind)
 
     def trim(self) -> None:
         """Give the space of freed extents back to the file system, where it can do that.
@@ -194,6 +194,11 @@ class DiskTier:
     def pending(self) -> int:
         """Transfers whose futures are not done."""
         return self._pending
+
+    def stalled(self) -> str:
+        """The transfer that has been under way for longest, in words; nothing if there is none."""
+        found = [transfer for lane in self._lanes if (transfer := lane.oldest()) is not None]
+        return min(found)[1] if found else ""
 
     def read(self, extent: Extent, into: memoryview) -> Future[None]:
         """Fill ``into``, of `Extent.nbytes` bytes, with what was written last; directly if page-aligned.

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from outcore.memory.blockfile import BLOCK
+from outcore.memory.ledger import OTHER
 
 
 @dataclass(eq=False, slots=True)
@@ -20,12 +21,16 @@ class Extent:
         offset: where it starts in its file; a multiple of `BLOCK`.
         lane: which file.
         generation: how many times it has been written.
+        label: what it holds, for messages and reports.
+        kind: the same, as the ledger calls it.
     """
 
     nbytes: int
     offset: int
     lane: int
     generation: int = 0
+    label: str = field(default="", repr=False)
+    kind: str = field(default=OTHER, repr=False)
     _digests: list[int] | None = field(default=None, repr=False)
     _readers: int = field(default=0, repr=False)
     _writing: bool = field(default=False, repr=False)

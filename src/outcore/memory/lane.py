@@ -25,8 +25,9 @@ from outcore.errors import CorruptionError, StateError
 from outcore.memory import blocks
 from outcore.memory.blockfile import BlockFile
 from outcore.memory.extents import Extent, Space
-from outcore.memory.ledger import Ledger
+from outcore.memory.ledger import Ledger, Link
 from outcore.memory.transfer import Completer, Transfer
+from outcore.memory.watchdog import Watchdog
 
 READS_PER_WRITE = 3
 """Pieces read in a row before a waiting write gets a turn."""
@@ -68,12 +69,12 @@ class Lane:
         self._completer = completer
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)
-        self._room = threading.Condition(self._lock)
+        self._room = Watchdog(self._lock, lambda: self._describe(next(iter(self._active))))
         self._reads: deque[Transfer] = deque()
         self._writes: deque[Transfer] = deque()
         self._reads_in_row = 0
         self._bytes_to_write = 0
-        self._active = 0
+        self._active: dict[Transfer, None] = {}
         self._moved = 0
         self._busy = 0.0
         self._busy_since = 0.0
@@ -115,9 +116,9 @@ class Lane:
             else:
                 transfer.digests = list(extent._digests or ())
                 self._reads.append(transfer)
-            if self._active == 0:
+            if not self._active:
                 self._busy_since = time.perf_counter()
-            self._active += 1
+            self._active[transfer] = None
             self._work.notify(transfer.pieces)
         return transfer.future
 
@@ -147,6 +148,21 @@ class Lane:
         with self._lock:
             self._claim(extent, writing=True)
             extent._freed = True
+
+    def oldest(self) -> tuple[float, str] | None:
+        """When the transfer that has been under way for longest was asked for, and what it is, in words."""
+        with self._lock:
+            transfer = next(iter(self._active), None)
+            return None if transfer is None else (transfer.since, self._describe(transfer))
+
+    def _describe(self, transfer: Transfer) -> str:
+        extent = transfer.extent
+        what = f" of {extent.label}" if extent.label else ""
+        kind = "write" if transfer.writing else "read"
+        return (
+            f"the {kind} of {extent.nbytes:,} bytes{what} at offset {extent.offset:,} of the swap file in "
+            f"{self.file.name}"
+        )
 
     def close(self) -> None:
         """Finish what is queued, then let the threads go. Does not wait for them."""
@@ -185,6 +201,8 @@ class Lane:
             queue = self._writes if writing else self._reads
             transfer = queue[0]
             index = transfer.following
+            if index == 0:
+                transfer.began = self._ledger.mark()
             transfer.following += 1
             transfer.running += 1
             if transfer.following == transfer.pieces:
@@ -234,7 +252,9 @@ class Lane:
                 extent.generation += 1
         else:
             extent._readers -= 1
-        self._active -= 1
-        if self._active == 0:
+        link: Link = "disk write" if transfer.writing else "disk read"
+        self._ledger.span(link, extent.label, transfer.began, extent.nbytes)
+        del self._active[transfer]
+        if not self._active:
             self._busy += time.perf_counter() - self._busy_since
         self._completer.put(transfer)

@@ -13,12 +13,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+from torch.profiler import record_function
+
+from outcore.memory.observer import Mark, Observer, Track, Where
+
 Tier = Literal["device", "host", "disk"]
 Link = Literal["disk read", "disk write", "device in", "device out"]
 Activity = Literal["compute", "update"]
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 LINKS: tuple[Link, ...] = ("disk read", "disk write", "device in", "device out")
+OTHER = "other"
+"""The kind of bytes of which nobody said what they are."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,10 @@ class Snapshot:
 
 @dataclass
 class Ledger:
-    """Thread-safe counters. All sizes in bytes, all times in seconds."""
+    """Thread-safe counters. All sizes in bytes, all times in seconds.
+
+    An `Observer`, if there is one, hears of everything when it happens; see `observe`.
+    """
 
     budget: dict[str, int] = field(default_factory=dict)
     _held: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
@@ -52,19 +62,28 @@ class Ledger:
     _moved: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINKS, 0))
     _waited: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LINKS, 0.0))
     _spent: dict[str, float] = field(default_factory=dict)
+    _kinds: dict[tuple[str, str], int] = field(default_factory=dict)
+    _observer: Observer | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def hold(self, tier: Tier, nbytes: int) -> None:
-        """Add ``nbytes`` (negative to give back) to what ``tier`` holds."""
+    def hold(self, tier: Tier, nbytes: int, kind: str = OTHER) -> None:
+        """Add ``nbytes`` (negative to give back) of a kind to what ``tier`` holds."""
         with self._lock:
             now = self._held[tier] + nbytes
             self._held[tier] = now
             self._peak[tier] = max(self._peak[tier], now)
+            of_kind = self._kinds[tier, kind] = self._kinds.get((tier, kind), 0) + nbytes
+            if self._observer is not None:
+                self._observer.level(tier, kind, of_kind)
 
-    def touch_peak(self, tier: Tier, transient: int) -> None:
+    def touch_peak(self, tier: Tier, transient: int, kind: str = OTHER) -> None:
         """Note that ``tier`` held ``transient`` bytes beyond `held` for a moment."""
         with self._lock:
             self._peak[tier] = max(self._peak[tier], self._held[tier] + transient)
+            if self._observer is not None and transient:
+                of_kind = self._kinds.get((tier, kind), 0)
+                self._observer.level(tier, kind, of_kind + transient)
+                self._observer.level(tier, kind, of_kind)
 
     def held(self, tier: Tier) -> int:
         return self._held[tier]
@@ -88,11 +107,60 @@ class Ledger:
     def waiting(self, link: Link) -> Iterator[None]:
         """Time the block as waiting on ``link``."""
         start = time.perf_counter()
+        began = self.mark()
         try:
             yield
         finally:
             with self._lock:
                 self._waited[link] += time.perf_counter() - start
+            self.span("waiting", link, began)
+
+    # -- what happens when ------------------------------------------------------------------------
+
+    def observe(self, observer: Observer | None) -> None:
+        """Let somebody look on from now on, in place of whoever did; they hear first what every tier holds."""
+        with self._lock:
+            self._observer = observer
+            if observer is not None:
+                for (tier, kind), nbytes in self._kinds.items():
+                    observer.level(tier, kind, nbytes)
+
+    @property
+    def observed(self) -> bool:
+        """Whether somebody looks on."""
+        return self._observer is not None
+
+    def mark(self, where: Where = None) -> Mark | None:
+        """The present moment, for `span`; ``None`` while nobody looks on."""
+        observer = self._observer
+        return None if observer is None else observer.mark(where)
+
+    def span(self, track: Track, name: str, start: Mark | None, nbytes: int = 0, where: Where = None) -> None:
+        """What began at ``start`` is over now."""
+        observer = self._observer
+        if observer is not None and start is not None:
+            observer.span(track, name, start, observer.mark(where), nbytes)
+
+    @contextmanager
+    def doing(self, track: Track, name: str, where: Where = None, nbytes: int = 0) -> Iterator[None]:
+        """Report the block as a span; a profiler that is active sees it as the range ``outcore: TRACK NAME``."""
+        start = self.mark(where)
+        try:
+            if torch._C._autograd._profiler_enabled():
+                with record_function(f"outcore: {track} {name}"):
+                    yield
+            else:
+                yield
+        finally:
+            self.span(track, name, start, nbytes, where)
+
+    @contextmanager
+    def crossing(self, link: Link, name: str, where: Where, nbytes: int) -> Iterator[None]:
+        """Count the block's copy, which a stream of the device makes, as bytes that crossed ``link``."""
+        start = self.mark(where)
+        yield
+        self.moved(link, nbytes)
+        self.span(link, name, start, nbytes, where)
 
     def snapshot(self) -> Snapshot:
         with self._lock:

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 
+from outcore.memory import watchdog
 from outcore.memory.extents import Extent
+from outcore.memory.observer import Mark
 
 
 class Transfer:
@@ -22,7 +24,9 @@ class Transfer:
         following: the next piece to start.
         running: pieces under way.
         digests: one per piece; of what is written, or of what must be read.
+        began: when its first piece started, if somebody looks on.
         error: the first that any piece met.
+        since: when it was asked for, by the watchdog's clock.
     """
 
     def __init__(
@@ -37,7 +41,9 @@ class Transfer:
         self.following = 0
         self.running = 0
         self.digests = [0] * self.pieces
+        self.began: Mark | None = None
         self.error: BaseException | None = None
+        self.since = watchdog.CLOCK.now()
         self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()  # from here on it can't be cancelled
 

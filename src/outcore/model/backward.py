@@ -123,6 +123,13 @@ class BackwardPass:
         for unit in call.units:
             self._residency.leave(unit)
 
+    def abandon(self) -> None:
+        """Close what is still open, and take no interest in its gradients."""
+        for call in list(self._open):
+            self._leave(call)
+        self._awaited.clear()
+        self._started = False
+
     def reset(self) -> None:
         """Close what is still open: the end of a pass, or the rest of one that raised."""
         for call in list(self._open):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from outcore.chunks.chunk import Kind
 from outcore.chunks.layout import Slot
 from outcore.chunks.pool import Guard, Pool
 from outcore.chunks.store import RunStore
@@ -14,6 +15,7 @@ from outcore.memory.ledger import Ledger
 from outcore.memory.pinned import PinnedMemory
 from outcore.model.unit import Binding
 from outcore.optim.gradients import Gradients
+from outcore.trace.meter import uncounted
 
 
 @dataclass(eq=False)
@@ -75,7 +77,7 @@ class Descent:
 
     def _hold(self, nbytes: int) -> None:
         self._held += nbytes
-        self._ledger.hold("device", nbytes)
+        self._ledger.hold("device", nbytes, Kind.GRADIENT.value)
 
     def has_buffer(self, store: RunStore) -> bool:
         return store in self._buffers
@@ -88,7 +90,8 @@ class Descent:
             self.send(store)  # a second contribution in one pass: it is added on the host
             buffer = None
         if buffer is None:
-            values = torch.zeros(store.run.numel, dtype=store.run.dtype, device=self._device)
+            with uncounted():  # the stage counts it
+                values = torch.zeros(store.run.numel, dtype=store.run.dtype, device=self._device)
             self._hold(values.nbytes)
             buffer = self._buffers[store] = _Buffer(values)
         buffer.values[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(gradient)
@@ -114,9 +117,8 @@ class Descent:
                 self._pool.borrow(nbytes)
                 beside = self._pinned.take(nbytes)
             target = store.gradient(k) if beside is None else beside.view(store.run.dtype)
-            with stream:
+            with self._ledger.crossing("device out", store.gradients[k].name, stream, target.nbytes), stream:
                 target.copy_(buffer.values[start:stop], non_blocking=True)
-            self._ledger.moved("device out", target.numel() * target.element_size())
             arrived = self._streams.record(stream)
             self._landing.append(_Landing(store, k, slots, buffer, arrived, guard, beside))
         self.poll()

@@ -12,11 +12,12 @@ A frame's storage is resized to nothing and back, so that aliases saved by autog
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from outcore.chunks.chunk import Kind
 from outcore.chunks.pool import Access, Guard, Pool
 from outcore.errors import BudgetError
 from outcore.memory.device import Streams
@@ -24,10 +25,14 @@ from outcore.memory.ledger import Ledger
 from outcore.model.descent import Descent
 from outcore.model.stage import view
 from outcore.model.unit import Binding, Unit
+from outcore.optim.pipeline import Updates
 from outcore.trace.clock import Clock
 
 AHEAD = 6
-"""Ticks ahead for which units are lifted before they are asked for."""
+"""Uses of units for which they are lifted before they are asked for."""
+
+AHEAD_TICKS = 256
+"""Ticks among which those uses are looked for: there are updates between them."""
 
 
 @dataclass(eq=False)
@@ -64,6 +69,7 @@ class DeviceStage:
         clock: Clock,
         ledger: Ledger,
         budget: int,
+        updates: Updates,
         prefetch: bool,
     ) -> None:
         self.device = device
@@ -77,6 +83,7 @@ class DeviceStage:
         self._reserved = 0
         self._ahead = 0
         self._occupied = 0
+        self._updates = updates
         self._prefetch = prefetch
         self._holds_idle = True
         self._frames = {unit: self._frame(unit) for unit in units}
@@ -190,7 +197,7 @@ class DeviceStage:
         """Copy a unit's parameters to the device; one that can't be brought whole is not there."""
         frame = self._frames[unit]
         frame.here = True
-        self._ledger.hold("device", unit_bytes(unit))
+        self._ledger.hold("device", unit_bytes(unit), Kind.PARAMETER.value)
         try:
             self._copy_in(unit, frame)
         except BaseException:
@@ -207,10 +214,9 @@ class DeviceStage:
                 self._settle(store.parameters[k].nbytes)
                 guard = self._pool.guard([store.parameters[k]], Access.READ)
                 start, stop = store.run.extent(k)
-                with stream:
-                    flat[start:stop].copy_(store.parameter(k), non_blocking=True)
                 nbytes = (stop - start) * store.run.dtype.itemsize
-                self._ledger.moved("device in", nbytes)
+                with self._ledger.crossing("device in", store.parameters[k].name, stream, nbytes), stream:
+                    flat[start:stop].copy_(store.parameter(k), non_blocking=True)
                 self._lifting.append((self._streams.record(stream), guard, nbytes))
         frame.filled = self._streams.record(stream)
 
@@ -232,7 +238,7 @@ class DeviceStage:
             with stream:
                 flat.untyped_storage().resize_(0)
         frame.here, frame.filled, frame.used = False, None, None
-        self._ledger.hold("device", -unit_bytes(unit))
+        self._ledger.hold("device", -unit_bytes(unit), Kind.PARAMETER.value)
 
     def _look_ahead(self) -> None:
         """Lift units needed soon, as far as their chunks are on the host and nothing needed sooner must leave."""
@@ -240,32 +246,52 @@ class DeviceStage:
         self._descent.poll()
         if not (self._prefetch and self._holds_idle):
             return
-        for distance, key in enumerate(self._clock.upcoming(AHEAD), start=1):
-            if not (isinstance(key, tuple) and key[0] in ("forward", "backward")):
-                return
-            unit = self._units[key[1]]
+        beside = self._ahead - self._reserved
+        near = True
+        for distance, phase, unit in self._coming():
+            if near and phase == "backward":
+                beside += self._gradient_room(unit)
+            near = False
             if self._frames[unit].here:
                 continue
+            if self._updates.is_due(unit.stores):
+                return
             if not all(self._pool.is_on_host(chunk) for chunk in unit.parameter_chunks):
                 return
-            room = unit_bytes(unit) + self._gradient_room(key[0], unit) + self._ahead - self._reserved
-            if not self._try_room(room, distance):
+            if not self._try_room(unit_bytes(unit) + beside, distance):
                 return
             self._lift(unit)
 
-    def _gradient_room(self, phase: str, unit: Unit) -> int:
-        """Bytes that gradients will take beside a unit lifted ahead, so that they don't push it out again."""
-        if phase != "backward":
-            return 0
-        largest = max((s.run.nbytes for s in unit.stores if s.run.trained), default=0)
-        return max(0, largest - self._descent.held)
+    def _coming(self) -> Iterator[tuple[int, str, Unit]]:
+        """The next uses of units: ticks until then, forward or backward, and the unit."""
+        uses = 0
+        for distance, key in self._clock.upcoming(AHEAD_TICKS):
+            assert isinstance(key, tuple)
+            if key[0] in ("forward", "backward"):
+                yield distance, key[0], self._units[key[1]]
+                uses += 1
+            if uses == AHEAD or key[0] == "read":
+                return
+
+    def _gradient_room(self, following: Unit) -> int:
+        """Bytes of the next gradient buffer, of a unit that is open or of the one that follows.
+
+        It comes beside those still on their way down, and must not push out what was lifted ahead.
+        """
+        near = [unit for unit in self._units if unit.opened] + [following]
+        return max(
+            sum(s.run.nbytes for s in unit.stores if s.run.trained and not self._descent.has_buffer(s))
+            for unit in near
+        )
 
     # -- the waits, one by one --------------------------------------------------------------------
 
     def _await_fill(self, frame: Frame) -> None:
         """Compute after the copy in."""
         if frame.filled is not None:
-            self._streams.compute.wait_event(frame.filled)
+            compute = self._streams.compute
+            with self._ledger.doing("device waiting", "device in", compute):
+                compute.wait_event(frame.filled)
             frame.filled = None
 
     def _await_use(self, frame: Frame) -> None:
@@ -288,6 +314,9 @@ class DeviceStage:
     def gradients_complete(self, unit: Unit) -> None:
         for store in unit.stores:
             self._descent.send(store)
+
+    def anticipate(self) -> None:
+        self._look_ahead()
 
     def synchronize(self) -> None:
         """Wait for all copies: afterwards the host may change what they read."""

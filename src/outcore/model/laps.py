@@ -12,6 +12,7 @@ from torch import nn
 from outcore.errors import StateError
 from outcore.model.backward import BackwardPass
 from outcore.model.trees import change_tensors, tensors_of
+from outcore.optim.pipeline import Updates
 from outcore.trace.clock import Clock
 from outcore.trace.gauge import Gauge
 
@@ -31,12 +32,14 @@ class Laps:
         clock: Clock,
         gauge: Gauge,
         backward: BackwardPass,
+        updates: Updates,
     ) -> None:
         self._device = device
         self._dtype = dtype
         self._clock = clock
         self._gauge = gauge
         self._backward = backward
+        self._updates = updates
         self._depth = 0
         self._outermost: FrameType | None = None
         self._handles = [
@@ -65,7 +68,7 @@ class Laps:
             self._backward.reset()  # of a pass that raised
             key = ("forward", torch.is_grad_enabled(), module.training)
             self._gauge.begin(key, size)
-            self._clock.lap(key)
+            self._clock.lap((*key, self._updates.outstanding))  # then updates come between the units
         moved: dict[int, torch.Tensor] = {}
 
         def place(tensor: torch.Tensor) -> torch.Tensor:

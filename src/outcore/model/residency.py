@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
 
+from outcore.memory.ledger import Ledger
 from outcore.model.stage import Stage
 from outcore.model.unit import Unit
 from outcore.optim.gradients import Gradients
+from outcore.optim.pipeline import Updates
 from outcore.trace.clock import Clock
 from outcore.trace.gauge import Gauge
 
@@ -19,11 +22,22 @@ Phase = Literal["forward", "backward", "read"]
 class Residency:
     """Counts who needs a unit. Nested and repeated openings are legal."""
 
-    def __init__(self, stage: Stage, clock: Clock, gradients: Gradients, gauge: Gauge) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        clock: Clock,
+        gradients: Gradients,
+        gauge: Gauge,
+        updates: Updates,
+        ledger: Ledger,
+    ) -> None:
         self._stage = stage
         self._gradients = gradients
         self._clock = clock
         self._gauge = gauge
+        self._updates = updates
+        self._ledger = ledger
+        self._uses: dict[Unit, AbstractContextManager[None]] = {}
         self._views: dict[Unit, Sequence[torch.Tensor]] = {}
 
     def enter(self, unit: Unit, phase: Phase) -> None:
@@ -46,12 +60,15 @@ class Residency:
         if phase == "backward":
             needs += self._gradients.expected(unit.stores)
         self._gauge.window((phase, unit.index))
+        self._updates.settle(unit.stores)
         self._clock.tick((phase, unit.index), needs)
         self._stage.open(unit)
         if unit not in self._views:
             self._views[unit] = self._stage.views(unit)
         for binding, tensor in zip(unit.bindings, self._views[unit], strict=True):
             binding.parameter.data = tensor
+        self._uses[unit] = self._ledger.doing(phase, unit.name, self._stage.device)
+        self._uses[unit].__enter__()
 
     def leave(self, unit: Unit) -> None:
         """Undo one `enter`."""
@@ -64,5 +81,6 @@ class Residency:
         if unit.opened == 0:
             for binding in unit.bindings:
                 binding.parameter.data = binding.resting
+            self._uses.pop(unit).__exit__(None, None, None)
             self._stage.close(unit)
             self._gauge.window(("closed", unit.index))

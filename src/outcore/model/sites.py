@@ -24,6 +24,7 @@ from outcore.model.device_stage import DeviceStage
 from outcore.model.stage import HostStage, Stage
 from outcore.model.unit import Unit
 from outcore.optim.gradients import Gradients
+from outcore.optim.pipeline import Updates
 from outcore.trace.clock import Clock
 from outcore.trace.gauge import Gauge, MeteredGauge
 
@@ -45,7 +46,13 @@ class Site(Protocol):
         """The run that a span was last asked for became this store."""
 
     def furnish(
-        self, units: Sequence[Unit], pool: Pool, gradients: Gradients, clock: Clock, ledger: Ledger
+        self,
+        units: Sequence[Unit],
+        pool: Pool,
+        gradients: Gradients,
+        clock: Clock,
+        ledger: Ledger,
+        updates: Updates,
     ) -> Stage:
         """The stage."""
 
@@ -74,7 +81,13 @@ class HostSite:
         self._spans[store] = self._span
 
     def furnish(
-        self, units: Sequence[Unit], pool: Pool, gradients: Gradients, clock: Clock, ledger: Ledger
+        self,
+        units: Sequence[Unit],
+        pool: Pool,
+        gradients: Gradients,
+        clock: Clock,
+        ledger: Ledger,
+        updates: Updates,
     ) -> Stage:
         return HostStage(pool, self._spans, gradients)
 
@@ -103,13 +116,19 @@ class DeviceSite:
         pass
 
     def furnish(
-        self, units: Sequence[Unit], pool: Pool, gradients: Gradients, clock: Clock, ledger: Ledger
+        self,
+        units: Sequence[Unit],
+        pool: Pool,
+        gradients: Gradients,
+        clock: Clock,
+        ledger: Ledger,
+        updates: Updates,
     ) -> Stage:
         ledger.budget["device"] = self._budget
         streams = Streams(self.device)
         descent = Descent(self.device, streams, gradients, pool, self._pinned, ledger)
         return DeviceStage(
-            self.device, units, pool, descent, streams, clock, ledger, self._budget, self._prefetch
+            self.device, units, pool, descent, streams, clock, ledger, self._budget, updates, self._prefetch
         )
 
     def gauge(self, stage: Stage, pool: Pool, ledger: Ledger, roomy: bool, outside: Outside) -> Gauge:

@@ -50,6 +50,9 @@ class Stage(Protocol):
     def synchronize(self) -> None:
         """Wait until all gradients have arrived on the host."""
 
+    def anticipate(self) -> None:
+        """A step was called: begin to bring what the next lap needs first."""
+
     def occupy(self, nbytes: int) -> None:
         """Count bytes beside parameters that stay where the device computes (buffers)."""
 
@@ -93,6 +96,9 @@ class HostStage:
             self._gradients.measure(store)
 
     def synchronize(self) -> None:
+        pass
+
+    def anticipate(self) -> None:
         pass
 
     def occupy(self, nbytes: int) -> None:

@@ -23,27 +23,33 @@ from outcore.chunks.chunk import Chunk
 from outcore.chunks.layout import BLOCK, Slot
 from outcore.chunks.pool import Access, Guard, Pool
 from outcore.chunks.store import RunStore
+from outcore.optim.collected import Collected
 from outcore.optim.kernels import GradTransform, Workers, accumulate, sum_of_squares
 
 PLAIN = GradTransform()
 
 
 class Gradients:
-    """The gradients of one step, over all trained runs."""
+    """The gradients that backward passes leave for the next step, over all trained runs."""
 
     def __init__(self, stores: Iterable[RunStore], pool: Pool, workers: Workers) -> None:
         self._stores = tuple(store for store in stores if store.run.trained)
         self._pool = pool
         self._workers = workers
-        self._present: set[int] = set()
-        self._wide: set[Chunk] = set()
-        self._begun: set[Chunk] = set()
+        self._now = Collected(pool)
         self._unmeasured: dict[RunStore, set[int]] = {}
         self._sums: dict[tuple[RunStore, int], torch.Tensor] = {}
 
+    def take(self) -> Collected:
+        """Hand the gradients over to an update; from here on others are collected."""
+        taken, self._now = self._now, Collected(self._pool)
+        self._unmeasured.clear()
+        self._sums.clear()
+        return taken
+
     def expected(self, stores: Iterable[RunStore]) -> tuple[Chunk, ...]:
         """The chunks that the next gradients of these runs go to."""
-        return tuple(self.chunk(store, k) for store in stores for k in range(len(store.gradients)))
+        return tuple(self._now.chunk(store, k) for store in stores for k in range(len(store.gradients)))
 
     # -- arriving ---------------------------------------------------------------------------------
 
@@ -54,14 +60,14 @@ class Gradients:
             for segment in store.run.segments(k):
                 if segment.slot is slot:
                     piece = flat[segment.first : segment.first + segment.stop - segment.start]
-                    again = slot.index in self._present
+                    again = slot.index in self._now.present
                     self._add(store, k, segment.start, segment.stop, piece, again)
-        self._present.add(slot.index)
+        self._now.present.add(slot.index)
 
     def _add(self, store: RunStore, k: int, start: int, stop: int, piece: torch.Tensor, again: bool) -> None:
         if again:
             self._widen(store, k)
-        if self._is_wide(store, k):
+        if self._now.is_wide(store, k):
             with self._pool.guard([store.totals[k]], self._access(store.totals[k])):
                 accumulate(store.total(k)[start:stop], piece, workers=self._workers)
         else:
@@ -71,13 +77,13 @@ class Gradients:
 
     def open_first(self, store: RunStore, k: int) -> Guard | None:
         """Open an untouched gradient chunk, to be filled whole by a copy; ``None`` if it has gradients."""
-        if store.gradients[k] in self._begun:
+        if store.gradients[k] in self._now.begun:
             return None
         return self._pool.guard([store.gradients[k]], self._access(store.gradients[k]))
 
     def filled(self, store: RunStore, k: int, slots: Iterable[Slot]) -> None:
         """The chunk opened by `open_first` now holds the gradients of ``slots``."""
-        self._present.update(slot.index for slot in slots)
+        self._now.present.update(slot.index for slot in slots)
         self._unmeasured.setdefault(store, set()).add(k)
 
     def add_whole(self, store: RunStore, k: int, values: torch.Tensor, slots: Iterable[Slot]) -> None:
@@ -89,16 +95,13 @@ class Gradients:
 
     def _access(self, chunk: Chunk) -> Access:
         """Nothing of a chunk's last step is read back."""
-        if chunk in self._begun:
+        if chunk in self._now.begun:
             return Access.WRITE
-        self._begun.add(chunk)
+        self._now.begun.add(chunk)
         return Access.FRESH
 
-    def _is_wide(self, store: RunStore, k: int) -> bool:
-        return store.totals is store.gradients or store.totals[k] in self._wide
-
     def _widen(self, store: RunStore, k: int) -> None:
-        if self._is_wide(store, k):
+        if self._now.is_wide(store, k):
             return
         narrow, total = store.gradients[k], store.totals[k]
         with (
@@ -106,7 +109,7 @@ class Gradients:
             self._pool.guard([total], self._access(total)),
         ):
             store.total(k).copy_(store.gradient(k))
-        self._wide.add(total)
+        self._now.wide.add(total)
         self._pool.discard([narrow])
 
     # -- complete ---------------------------------------------------------------------------------
@@ -114,11 +117,11 @@ class Gradients:
     def measure(self, store: RunStore) -> None:
         """Take the sums of squares of the chunks that changed; called when a unit's backward is over."""
         for k in sorted(self._unmeasured.pop(store, ())):
-            with self._pool.guard([self.chunk(store, k)], Access.READ):
+            with self._pool.guard([self._now.chunk(store, k)], Access.READ):
                 self._sums[store, k] = self._squares(store, k, PLAIN)
 
     def _squares(self, store: RunStore, k: int, transform: GradTransform) -> torch.Tensor:
-        values = self.values(store, k)
+        values = self._now.values(store, k)
         sums = torch.zeros(-(-values.numel() // BLOCK), dtype=torch.float64)
         sum_of_squares(values, sums, transform=transform, workers=self._workers)
         return sums
@@ -136,11 +139,18 @@ class Gradients:
         else:
             sums = []
             for (store, k), _ in self._ordered():
-                with self._pool.guard([self.chunk(store, k)], Access.READ):
+                with self._pool.guard([self._now.chunk(store, k)], Access.READ):
                     sums += self._squares(store, k, transform).tolist()
         if not all(map(math.isfinite, sums)):
             return math.nan if any(map(math.isnan, sums)) else math.inf
         return math.fsum(sums)
+
+    def first_nonfinite(self) -> str | None:
+        """The unit whose gradient was the first, in the order of backward, to be inf or NaN."""
+        for (store, _), block in self._sums.items():
+            if not block.isfinite().all():
+                return store.name or "the model itself"
+        return None
 
     def _ordered(self) -> list[tuple[tuple[RunStore, int], torch.Tensor]]:
         rank = {store: position for position, store in enumerate(self._stores)}
@@ -149,30 +159,11 @@ class Gradients:
     # -- used -------------------------------------------------------------------------------------
 
     def present(self, slot: Slot) -> bool:
-        """Whether the parameter received a gradient since the last `clear`."""
-        return slot.index in self._present
-
-    def begun(self, store: RunStore, k: int) -> bool:
-        """Whether any parameter of the chunk received a gradient."""
-        return store.gradients[k] in self._begun or store.totals[k] in self._begun
-
-    def chunk(self, store: RunStore, k: int) -> Chunk:
-        """The chunk that holds the gradients."""
-        return store.totals[k] if self._is_wide(store, k) else store.gradients[k]
-
-    def values(self, store: RunStore, k: int) -> torch.Tensor:
-        """The gradients of chunk ``k``, shape [elements]; valid under a guard of `chunk`."""
-        return store.total(k) if self._is_wide(store, k) else store.gradient(k)
-
-    def discard(self, store: RunStore, k: int) -> None:
-        """Give the bytes of chunk ``k`` back once its update is done."""
-        self._pool.discard({store.gradients[k], store.totals[k]} & self._begun)
+        """Whether the parameter received a gradient since the last `take` or `clear`."""
+        return slot.index in self._now.present
 
     def clear(self) -> None:
-        """Forget all gradients."""
-        self._pool.discard(self._begun)
-        self._begun.clear()
-        self._wide.clear()
-        self._present.clear()
+        """Forget all gradients that were not taken."""
+        self._now.clear()
         self._unmeasured.clear()
         self._sums.clear()

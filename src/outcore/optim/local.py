@@ -37,6 +37,11 @@ class LocalBackend:
             return math.nan if any(map(math.isnan, sums)) else math.inf
         return math.fsum(sums)
 
+    def first_nonfinite(self) -> str | None:
+        found = (i for i in sorted(self.present(), reverse=True) if not self._gradient(i).isfinite().all())
+        index = next(found, None)
+        return None if index is None else f"parameter {index}"
+
     def present(self) -> set[int]:
         return {index for index, p in enumerate(self._parameters) if p.grad is not None}
 

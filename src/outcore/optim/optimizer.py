@@ -27,6 +27,9 @@ class Backend(Protocol):
     def sum_of_squares(self, transform: GradTransform) -> float:
         """The exact sum of squares of all gradients, inf or NaN if one of them is."""
 
+    def first_nonfinite(self) -> str | None:
+        """Where backward came first upon a gradient that is inf or NaN."""
+
     def present(self) -> set[int]:
         """The parameters that have a gradient."""
 
@@ -50,6 +53,7 @@ class Optimizer(torch.optim.Optimizer):
 
     Attributes:
         skipped_steps: steps left out because a gradient was not finite.
+        nonfinite: the unit in which backward came first upon such a gradient, if the last step was left out.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         self.rule = rule
         self.skipped_steps = 0
+        self.nonfinite: str | None = None
         self.loss_scale: LossScale | None = None
         self._backend: Backend | None = None
         self._bound = False
@@ -134,7 +139,9 @@ class Optimizer(torch.optim.Optimizer):
         total = clipping.norm(self._work().sum_of_squares(transform), transform)
         if not math.isfinite(total):
             if error_if_nonfinite:
-                raise NonFiniteError(f"the gradient norm is {total}")
+                raise NonFiniteError(
+                    f"the gradient norm is {total}{_first_in(self._work().first_nonfinite())}"
+                )
             return torch.tensor(total)
         self._transform = clipping.scaled(self._transform, clipping.clip_factor(total, max_norm))
         return torch.tensor(total)
@@ -171,6 +178,7 @@ class Optimizer(torch.optim.Optimizer):
         transform, self._transform = self._unscaled(), GradTransform()
         if self.loss_scale is not None:
             self.loss_scale.update(overflow)
+        self.nonfinite = work.first_nonfinite() if overflow else None
         if overflow:
             self.skipped_steps += 1
             self._say_skipped()
@@ -186,7 +194,8 @@ class Optimizer(torch.optim.Optimizer):
     def _say_skipped(self) -> None:
         scale = "" if self.loss_scale is None else f"; the loss scale is now {self.loss_scale.value:g}"
         warnings.warn(
-            f"step skipped: a gradient is not finite ({self.skipped_steps} skipped so far){scale}",
+            f"step skipped: a gradient is not finite{_first_in(self.nonfinite)} "
+            f"({self.skipped_steps} skipped so far){scale}",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -244,3 +253,7 @@ class Optimizer(torch.optim.Optimizer):
         raise StateError(
             "an optimizer's state can't be loaded by load_state_dict(): use outcore.save and outcore.load"
         )
+
+
+def _first_in(where: str | None) -> str:
+    return "" if where is None else f", first in {where}"

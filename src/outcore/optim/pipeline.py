@@ -1,10 +1,25 @@
-"""The order of updates: which chunk is updated when, with which numbers."""
+"""Which chunk is updated when, with which numbers.
+
+[Note: Off the critical path]
+`step()` only notes what is due. A chunk is updated when its unit is next asked for, or before that by a thread of
+its own (`outcore.optim.update_thread`), in the order in which forward needs the units; so the states cross
+the disk while the model computes, and on an accelerator the update itself costs no time. All updates
+are done before the first gradient of the next backward: so the gradients of one step alone are ever held.
+
+Each update is a tick just before the use of its unit. One that was done ahead of its tick is *fulfilled*: the
+schedule no longer foresees it, so that its states may leave at once. The ticks, and with them the schedule,
+don't depend on how far ahead the thread was; nor does any result, because each element is updated once, from its
+own gradient and state.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -13,11 +28,11 @@ from outcore.chunks.layout import Segment
 from outcore.chunks.pool import Access, Pool
 from outcore.chunks.store import RunStore
 from outcore.memory.ledger import Ledger
+from outcore.optim.collected import Collected
 from outcore.optim.gradients import Gradients
 from outcore.optim.kernels import GradTransform, Master, Rule, Workers
+from outcore.optim.update_thread import UpdateThread
 from outcore.trace.clock import Clock
-
-UPDATE_LAP = ("update",)
 
 
 @dataclass(frozen=True)
@@ -37,8 +52,78 @@ class Due:
     transform: GradTransform = field(default_factory=GradTransform)
 
 
+@dataclass(eq=False)
+class Update:
+    """One chunk's update in one step.
+
+    Attributes:
+        claimed: somebody is doing it or has done it. Changed under the lock of the pipeline.
+        done: its bytes are as the step leaves them.
+        ticked: its unit was asked for. Only the training thread asks and changes it.
+        error: what the arithmetic raised; it can't be done again.
+    """
+
+    due: Due
+    collected: Collected
+    store: RunStore
+    k: int
+    claimed: bool = False
+    done: bool = False
+    ticked: bool = False
+    error: BaseException | None = None
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return ("update", self.store.name, self.k)
+
+    @property
+    def gradient(self) -> Chunk:
+        return self.collected.chunk(self.store, self.k)
+
+    @property
+    def written(self) -> tuple[Chunk, ...]:
+        """The chunks that the update changes."""
+        return (self.store.parameters[self.k], *self.store.states[self.k : self.k + 1])
+
+
+class Updates(Protocol):
+    """What is still due, as those see it who use parameters."""
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether any unit is still to be asked for since the last step."""
+
+    def is_due(self, stores: Iterable[RunStore]) -> bool:
+        """Whether any of them is not up to date now."""
+
+    def settle(self, stores: Iterable[RunStore]) -> None:
+        """Bring them up to date."""
+
+    def finish(self) -> None:
+        """Bring everything up to date."""
+
+
+class NoUpdates:
+    """Parameters that nothing trains are always up to date."""
+
+    outstanding = False
+
+    def is_due(self, stores: Iterable[RunStore]) -> bool:
+        return False
+
+    def settle(self, stores: Iterable[RunStore]) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
 class Pipeline:
-    """Applies a rule to every chunk that has gradients, in the order in which forward needs them."""
+    """Applies a rule to every chunk that has gradients; see [Note: Off the critical path]. Is `Updates`.
+
+    Args:
+        ahead: whether a thread works ahead of the training thread.
+    """
 
     def __init__(
         self,
@@ -49,6 +134,7 @@ class Pipeline:
         clock: Clock,
         ledger: Ledger,
         workers: Workers,
+        ahead: bool,
     ) -> None:
         self._rule = rule
         self._stores = tuple(store for store in stores if store.run.trained)
@@ -57,30 +143,139 @@ class Pipeline:
         self._clock = clock
         self._ledger = ledger
         self._workers = workers
+        self._updates: dict[RunStore, list[Update]] = {}
+        self._changed = threading.Condition()
+        self._thread = UpdateThread(self, pool, clock) if ahead else None
 
-    def run(self, due: Due) -> None:
-        """Update all chunks and forget the gradients."""
+    # -- what is due ------------------------------------------------------------------------------
+
+    def begin(self, due: Due) -> None:
+        """Take over the gradients of a step. Those of the step before are done first."""
+        self.finish()
+        collected = self._gradients.take()
+        found: dict[RunStore, list[Update]] = {}
+        for store in self._stores:
+            chunks = [k for k in range(store.run.chunks) if collected.has(store, k)]
+            if chunks:
+                found[store] = [Update(due, collected, store, k) for k in chunks]
+        with self._changed:
+            self._updates = found
+        if self._thread is not None and found:
+            self._thread.start()
+
+    @property
+    def outstanding(self) -> bool:
+        return bool(self._updates)
+
+    def is_due(self, stores: Iterable[RunStore]) -> bool:
+        return any(not update.done for store in stores for update in self._updates.get(store, ()))
+
+    def unclaimed(self) -> Update | None:
+        """The first update that nobody does yet."""
+        with self._changed:
+            for updates in self._updates.values():
+                for update in updates:
+                    if not update.claimed:
+                        return update
+        return None
+
+    # -- doing it ---------------------------------------------------------------------------------
+
+    def settle(self, stores: Iterable[RunStore]) -> None:
+        for store in stores:
+            if store in self._updates:
+                self._settle(self._updates[store])
+                with self._changed:
+                    del self._updates[store]
+
+    def finish(self) -> None:
+        self.settle(tuple(self._updates))
+
+    def close(self) -> None:
+        """Forget what is due, and wait for what is being done."""
+        with self._changed:
+            self._updates = {}
+        if self._thread is not None:
+            self._thread.join()
+
+    def _settle(self, updates: Sequence[Update]) -> None:
+        """On the training thread: do what is left of a store's updates, wait for what others do."""
         start = time.perf_counter()
         waited = sum(self._ledger.snapshot().waited.values())
-        self._clock.lap(UPDATE_LAP)
-        for store in self._stores:
-            for k in range(store.run.chunks):
-                if self._gradients.begun(store, k):
-                    self._update(due, store, k)
-                    self._gradients.discard(store, k)
-        self._gradients.clear()
+        for update in updates:
+            if not update.ticked:  # just before it is done, or the schedule would let its states go
+                self._clock.tick(update.key, (update.gradient, *update.written))
+                update.ticked = True
+            self._try(update)
+        while not all(update.done for update in updates):
+            self._wait(updates)
+            for update in updates:
+                self._try(update)
         waited = sum(self._ledger.snapshot().waited.values()) - waited
         self._ledger.spent("update", time.perf_counter() - start - waited)
 
-    def _update(self, due: Due, store: RunStore, k: int) -> None:
-        gradient = self._gradients.chunk(store, k)
-        written = needs(store, k)
-        self._clock.tick(("update", store.name, k), (gradient, *written))
-        with self._pool.guard([gradient], Access.READ), self._pool.guard(written, Access.WRITE):
-            parameter, values, planes = store.parameter(k), self._gradients.values(store, k), store.state(k)
-            for segment in store.run.segments(k):
-                if self._gradients.present(segment.slot):
-                    self._apply(due, segment, parameter, values, planes)
+    def _try(self, update: Update) -> None:
+        """Do an update unless somebody else does."""
+        if not self.claim(update):
+            return
+        try:
+            guards = ExitStack()
+            with guards:
+                guards.enter_context(self._pool.guard([update.gradient], Access.READ))
+                guards.enter_context(self._pool.guard(update.written, Access.WRITE))
+                held = guards.pop_all()
+        except BaseException:
+            self.unclaim(update)
+            raise
+        with held:
+            self.apply(update)
+        self.complete(update)
+
+    def _wait(self, updates: Sequence[Update]) -> None:
+        """Until something changed about an update that others do."""
+        with self._changed:
+            while all(update.done or update.claimed for update in updates):
+                for update in updates:
+                    if update.error is not None:
+                        raise update.error
+                if all(update.done for update in updates):
+                    return
+                self._changed.wait()
+
+    def claim(self, update: Update) -> bool:
+        """Whether the caller is to do the update: nobody else does."""
+        with self._changed:
+            mine = not update.claimed
+            update.claimed = True
+            return mine
+
+    def unclaim(self, update: Update) -> None:
+        """The update could not be begun: its bytes are as they were."""
+        with self._changed:
+            update.claimed = False
+            self._changed.notify_all()
+
+    def complete(self, update: Update) -> None:
+        """The update is done and nobody holds its chunks any more."""
+        update.collected.discard(update.store, update.k)
+        with self._changed:
+            update.done = True
+            self._changed.notify_all()
+
+    def apply(self, update: Update) -> None:
+        """The arithmetic, under guards of the chunks."""
+        store, k = update.store, update.k
+        parameter, values, planes = store.parameter(k), update.collected.values(store, k), store.state(k)
+        try:
+            with self._ledger.doing("update", store.parameters[k].name):
+                for segment in store.run.segments(k):
+                    if segment.slot.index in update.collected.present:
+                        self._apply(update.due, segment, parameter, values, planes)
+        except BaseException as error:
+            with self._changed:
+                update.error = error
+                self._changed.notify_all()
+            raise
 
     def _apply(
         self,
@@ -102,11 +297,6 @@ class Pipeline:
             workers=self._workers,
             slot=segment.slot,
         )
-
-
-def needs(store: RunStore, k: int) -> tuple[Chunk, ...]:
-    """The chunks that an update of chunk ``k`` writes."""
-    return (store.parameters[k], *store.states[k : k + 1])
 
 
 def master_kind(rule: Rule, dtype: torch.dtype) -> Master:

@@ -23,6 +23,7 @@ class Needs:
         working: the most that must be on the host at one moment.
         total: everything that must be somewhere between two uses.
         largest: the name of the unit or chunk that asks for ``working``.
+        update: the most that the update of one chunk holds, beside what is open all the time.
         device: the most that must be on an accelerator at one moment: the units of one call, and the
             gradients of a run. Nothing where the host computes.
     """
@@ -30,6 +31,7 @@ class Needs:
     working: int
     total: int
     largest: str
+    update: int
     device: int
 
 
@@ -50,12 +52,13 @@ def needs(units: Sequence[Unit], points: Sequence[Point]) -> Needs:
         nbytes = _update(unit)
         if nbytes > working:
             working, largest = nbytes, f"the update of {unit.name}"
+    update = sum(u.nbytes for u in base) + max(map(_update, units), default=0)
     total = sum(
         _bytes(store.parameters) + _bytes(store.states) + _bytes(store.gradients)
         for unit in units
         for store in unit.stores
     )
-    return Needs(working, total, largest, device)
+    return Needs(working, total, largest, update, device)
 
 
 def check(found: Needs, host: int, disk: int, device: int | None) -> None:

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from outcore.errors import ModelError, OutcoreError
+from outcore.memory.ledger import Ledger
 from outcore.model.activations import recompute, recomputes_itself
 from outcore.model.backward import BackwardPass
 from outcore.model.hooks import PointHooks
@@ -31,6 +32,7 @@ from outcore.model.residency import Residency
 from outcore.model.trees import tensors_of
 from outcore.model.unit import Binding, Unit
 from outcore.model.units import Point
+from outcore.optim.pipeline import NoUpdates
 from outcore.planning.recorder import Recorder, Span
 from outcore.planning.work import Work
 
@@ -176,7 +178,8 @@ def _hang(
     """The hooks of `outcore.engine`, told to a recorder."""
     here: Any = _Here()
     clock: Any = recorder
-    residency = Residency(here, clock, here, cast(Any, recorder))
+    updates = NoUpdates()
+    residency = Residency(here, clock, here, cast(Any, recorder), updates, Ledger())
     backward = BackwardPass(residency, recorder.complete)
     recorder.last_block = max((i for p in points if p.block for i in p.units), default=-1)
     undo: list[Callable[[], object]] = []
@@ -185,7 +188,7 @@ def _hang(
         undo.append(PointHooks(point.module, opened, residency, backward).remove)
         if recomputes and point.block and not recomputes_itself(point.module):
             undo.append(recompute(point.module))
-    undo.append(Laps(model, torch.device("cpu"), dtype, clock, cast(Any, recorder), backward).remove)
+    undo.append(Laps(model, torch.device("cpu"), dtype, clock, cast(Any, recorder), backward, updates).remove)
     for unit in units:
         for binding in unit.bindings:
             parameter = binding.parameter

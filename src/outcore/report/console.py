@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from outcore.memory.sizes import format_size
 from outcore.report.step import Step
+
+LEAST = 0.005
+"""Links that are waited for less than this share of a step are not named."""
 
 _QUIET = 1.0
 """Least seconds between two lines where there is no terminal to show a bar on."""
@@ -35,24 +39,34 @@ def show_plan(console: Console, plan: Mapping[str, str]) -> None:
     console.print(grid)
 
 
+class _Bar(Progress):
+    """A bar with what there is to say on lines of its own, which a narrow terminal folds."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        for task in self.tasks:
+            yield Text(task.fields["said"], overflow="fold")
+
+
 class Progressed:
     """Shows steps as they end: a bar on a terminal, else a line now and then (first and last always)."""
 
-    def __init__(self, console: Console, steps: int) -> None:
+    def __init__(self, console: Console, steps: range) -> None:
         self._console = console
-        self._steps = steps
+        self._first, self._steps = steps.start, steps.stop - 1
         self._last = 0.0
         self._bar: Progress | None = None
         if console.is_terminal:
-            self._bar = Progress(
+            self._bar = _Bar(
                 TextColumn("training"),
                 BarColumn(bar_width=None),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[said]}"),
                 TimeRemainingColumn(),
                 console=console,
             )
-            self._task = self._bar.add_task("", total=steps, said="first step")
+            self._task = self._bar.add_task(
+                "", total=self._steps, completed=steps.start - 1, said="first step"
+            )
 
     def __enter__(self) -> Progressed:
         if self._bar is not None:
@@ -71,7 +85,7 @@ class Progressed:
             self._bar.update(self._task, completed=step.number, said=said(step))
             return
         now = time.perf_counter()
-        if step.number in (1, self._steps) or now - self._last >= _QUIET:
+        if step.number in (self._first, self._steps) or now - self._last >= _QUIET:
             self._last = now
             self._console.print(f"step {step.number}/{self._steps}  {said(step)}  {step.seconds:.2f} s")
 
@@ -83,7 +97,15 @@ def said(step: Step) -> str:
         for tier, budget in step.after.budget.items()
     )
     skipped = (f"skipped {step.skipped}",) if step.skipped else ()
-    return "  ".join((f"loss {step.loss:.4f}", f"{step.tokens_per_second:,.0f} tokens/s", *tiers, *skipped))
+    speed = f"{step.tokens_per_second:,.0f} tokens/s"
+    return "  ".join((f"loss {step.loss:.4f}", speed, waits(step), *tiers, *skipped))
+
+
+def waits(step: Step) -> str:
+    """The share of the step that waits, and on what: ``"waits 25% (disk read 18%, disk write 7%)"``."""
+    shares = sorted(step.wait_shares.items(), key=lambda item: -item[1])
+    named = ", ".join(f"{link} {share:.0%}" for link, share in shares if share >= LEAST)
+    return f"waits {sum(share for _, share in shares):.0%}" + (f" ({named})" if named else "")
 
 
 def show_end(console: Console, steps: Sequence[Step]) -> None:
@@ -97,7 +119,7 @@ def show_end(console: Console, steps: Sequence[Step]) -> None:
     console.print(f"loss  first {first.loss:.4f}  last {last.loss:.4f}  change {last.loss - first.loss:+.4f}")
     console.print(_tiers(last))
     console.print(_links(steps))
-    console.print(_times(steady, len(steps)))
+    console.print(_times(steady))
 
 
 def _tiers(last: Step) -> Table:
@@ -121,10 +143,10 @@ def _links(steps: Sequence[Step]) -> Table:
     return table
 
 
-def _times(steps: Sequence[Step], total: int) -> Table:
+def _times(steps: Sequence[Step]) -> Table:
     """Mean seconds of each part of a step."""
-    first = steps[0].number
-    which = f"steps {first} to {total}" if total > first else f"step {first}"
+    first, last = steps[0].number, steps[-1].number
+    which = f"steps {first} to {last}" if last > first else f"step {first}"
     table = Table("part", title=f"time of a step, mean of {which}", title_justify="left")
     for name in ("seconds", "share"):
         table.add_column(name, justify="right")

@@ -21,6 +21,7 @@ class Step:
         seconds: wall time from the first forward to the end of ``step()``.
         before: the ledger when it began.
         after: the ledger when it ended.
+        nonfinite: the unit in which an inf or NaN appeared first, in the loss or in the gradients of this step.
         skipped: steps left out so far because a gradient was not finite.
     """
 
@@ -33,6 +34,7 @@ class Step:
     before: Snapshot
     after: Snapshot
     skipped: int
+    nonfinite: str | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -47,6 +49,11 @@ class Step:
     def waited(self) -> Mapping[str, float]:
         """Seconds the training thread stood still for each link."""
         return {link: seconds - self.before.waited[link] for link, seconds in self.after.waited.items()}
+
+    @property
+    def wait_shares(self) -> Mapping[str, float]:
+        """What part of the step the training thread stood still for each link, from 0 to 1."""
+        return {link: seconds / self.seconds for link, seconds in self.waited.items()}
 
     @property
     def update(self) -> float:

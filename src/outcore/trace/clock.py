@@ -29,10 +29,15 @@ class Clock:
             self._schedule.advance(key, needs)
             self._pool.advance()
 
-    def upcoming(self, limit: int) -> list[Hashable]:
-        """The keys of the ticks expected next."""
+    def fulfil(self, key: Hashable) -> None:
+        """A use was over ahead of its tick. Callable from any thread."""
         with self._pool.lock:
-            return list(self._schedule.upcoming_keys(limit))
+            self._schedule.fulfil(key)
+
+    def upcoming(self, limit: int) -> list[tuple[int, Hashable]]:
+        """The ticks expected next: how many ticks from now, and their keys."""
+        with self._pool.lock:
+            return list(enumerate(self._schedule.upcoming_keys(limit), start=1))
 
     def next_use(self, chunk: Chunk) -> int:
         """Ticks until a chunk is expected to be used again."""

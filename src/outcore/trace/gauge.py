@@ -27,6 +27,9 @@ from outcore.memory.ledger import Ledger, Tier
 from outcore.trace.meter import Meter
 from outcore.trace.profile import Profile
 
+ACTIVATIONS = "activations"
+"""The kind of bytes that are set aside, as the ledger knows it: temporaries count among them."""
+
 
 class Gauge(Protocol):
     """Told of laps; sets aside what they allocate beside chunks."""
@@ -143,7 +146,7 @@ class MeteredGauge:
 
     def _grown(self, live: int) -> None:
         """A new peak: make room for it and for one more allocation of its kind."""
-        self._ledger.touch_peak(self._tier, max(0, live - self._reserved))
+        self._ledger.touch_peak(self._tier, max(0, live - self._reserved), ACTIVATIONS)
         self._largest = max(self._largest, live - self._reserved)
         if live > self._reserved:
             if self._owner.pinned + live > self._budget:
@@ -162,9 +165,9 @@ class MeteredGauge:
         before, self._reserved = self._reserved, nbytes
         if nbytes > before:
             self._owner.reserve(nbytes, ahead)
-            self._ledger.hold(self._tier, nbytes - before)
+            self._ledger.hold(self._tier, nbytes - before, ACTIVATIONS)
         else:
-            self._ledger.hold(self._tier, nbytes - before)
+            self._ledger.hold(self._tier, nbytes - before, ACTIVATIONS)
             self._owner.reserve(nbytes, ahead)
 
     def end(self) -> None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 
@@ -80,6 +81,11 @@ class Meter(TorchDispatchMode):
     def _credit(self, key: int, nbytes: int) -> None:
         self._charged.discard(key)
         self._live -= nbytes
+
+
+def uncounted() -> AbstractContextManager[Any]:
+    """What is allocated inside is entered in the ledger by whoever does so: a meter must not add it once more."""
+    return _disable_current_modes()
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:

@@ -47,13 +47,21 @@ class Lap:
     def __len__(self) -> int:
         return len(self.ticks)
 
-    def first_use(self, chunk: Chunk, start: int) -> int | None:
-        """The first position from ``start`` on that needs the chunk."""
+    def first_use(self, chunk: Chunk, start: int, without: set[Hashable]) -> int | None:
+        """The first position from ``start`` on that needs the chunk.
+
+        Args:
+            without: keys of ticks that don't count; each that was met is taken out.
+        """
         positions = self.positions.get(chunk)
         if positions is None:
             return None
-        where = bisect_left(positions, start)
-        return positions[where] if where < len(positions) else None
+        for where in range(bisect_left(positions, start), len(positions)):
+            key = self.ticks[positions[where]].key
+            if key not in without:
+                return positions[where]
+            without.discard(key)
+        return None
 
 
 class Schedule:
@@ -74,6 +82,7 @@ class Schedule:
         self._cursor = 0
         self._seen: list[Tick] = []
         self._missed = False
+        self._fulfilled: set[Hashable] = set()
 
     @property
     def known(self) -> bool:
@@ -103,6 +112,7 @@ class Schedule:
         """The next tick happens now."""
         tick = Tick(key, tuple(needs))
         self._seen.append(tick)
+        self._fulfilled.discard(key)
         lap = self._laps.get(self._key)
         if lap is None:
             return
@@ -114,6 +124,10 @@ class Schedule:
             if lap.ticks[position].key == key:
                 self._cursor = position + 1
                 return
+
+    def fulfil(self, key: Hashable) -> None:
+        """The next tick with this key has nothing left to do when it comes."""
+        self._fulfilled.add(key)
 
     def _ahead(self) -> Iterator[tuple[int, int, Lap]]:
         """Laps to come: ticks before the lap's start (from now), first position still to come, the lap."""
@@ -132,18 +146,23 @@ class Schedule:
             key = follower
 
     def next_use(self, chunk: Chunk) -> int:
+        without = set(self._fulfilled)
         for base, start, lap in self._ahead():
-            position = lap.first_use(chunk, start)
+            position = lap.first_use(chunk, start, without)
             if position is not None:
                 return base + position
         return NEVER
 
     def upcoming(self) -> Iterator[tuple[int, Chunk]]:
         seen: set[Chunk] = set()
+        without = set(self._fulfilled)
         for base, start, lap in self._ahead():
             for position in range(start, len(lap)):
                 if base + position > LOOKAHEAD:
                     return
+                if lap.ticks[position].key in without:
+                    without.discard(lap.ticks[position].key)
+                    continue
                 for chunk in lap.ticks[position].needs:
                     if chunk not in seen:
                         seen.add(chunk)

@@ -1,0 +1,1 @@
+"""Contenders of the benchmarks that compare outcore with others, and what runs them in turn."""

@@ -1,0 +1,127 @@
+"""Contenders in turn, A B A B, each turn in a process of its own, so that what disturbs the machine hits all alike."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sides.group import enter
+from sides.turn import MARK
+
+HERE = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Score:
+    """What one contender's turns came to; ``failure`` says why there is none."""
+
+    name: str
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    failure: str | None = None
+
+    def readings(self, what: str) -> list[float]:
+        found: list[float] = []
+        for turn in self.turns:
+            found += turn[what] if isinstance(turn[what], list) else [turn[what]]
+        return found
+
+    def median(self, what: str) -> float:
+        return statistics.median(self.readings(what))
+
+    def most(self, what: str) -> float:
+        return max(turn[what] for turn in self.turns)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where turns run.
+
+    Attributes:
+        python: the interpreter of each contender, by the first word of its name, if not this one.
+        group: the memory control group.
+        disk: a folder for swap files, emptied after each turn.
+    """
+
+    disk: Path
+    threads: int
+    group: Path | None = None
+    python: dict[str, str] = field(default_factory=dict)
+    timeout: float = 600.0
+
+
+def take_turns(
+    asked: dict[str, dict[str, Any]], place: Place, rounds: int, before: Callable[[], None] = lambda: None
+) -> dict[str, Score]:
+    """Run every contender once a round.
+
+    Args:
+        asked: the arguments of each contender's turn, by the name it is shown under.
+        before: called before each turn.
+    """
+    scores = {name: Score(name) for name in asked}
+    for number in range(rounds):
+        for name, arguments in asked.items():
+            score = scores[name]
+            if score.failure is not None:
+                continue
+            before()
+            result, failure = _turn(arguments, place)
+            if result is None:
+                score.failure = failure
+                print(f"  round {number + 1}: {name}: {failure}", flush=True)
+                continue
+            score.turns.append(result)
+            seconds = ", ".join(f"{second:.2f}" for second in result["seconds"])
+            print(
+                f"  round {number + 1}: {name}: {seconds} s, {result['peak_rss'] / 2**30:.2f} GiB", flush=True
+            )
+    return scores
+
+
+def _turn(arguments: dict[str, Any], place: Place) -> tuple[dict[str, Any] | None, str]:
+    folder = tempfile.mkdtemp(dir=place.disk, prefix="turn-")
+    given = {**arguments, "threads": place.threads, "disk": folder}
+    python = place.python.get(arguments["contender"].split(",")[0], sys.executable)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(place.threads), "PYTHONPATH": _path()}
+    environment["PATH"] = os.pathsep.join(
+        [str(Path(python).parent), str(Path(sys.executable).parent), environment.get("PATH", "")]
+    )
+    try:
+        done = subprocess.run(
+            [python, "-m", "sides.turn", json.dumps(given)],
+            cwd=HERE,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=place.timeout,
+            preexec_fn=functools.partial(enter, place.group) if place.group else None,
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"not done within {place.timeout:.0f} s"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    for line in reversed(done.stdout.splitlines()):
+        if line.startswith(MARK) and done.returncode == 0:
+            return json.loads(line.removeprefix(MARK)), ""
+    if done.returncode == -9:
+        return None, "killed: the memory limit was too small"
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    return None, f"ended with {done.returncode}: {said[-1][:300] if said else 'no message'}"
+
+
+def _path() -> str:
+    import outcore
+
+    source = str(Path(outcore.__file__).resolve().parents[1])
+    return os.pathsep.join([str(HERE), source, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
