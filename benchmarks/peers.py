@@ -10,6 +10,9 @@ DeepSpeed may live in an environment of its own, which must see the same torch. 
 
 The roofline of a step on disk is the larger of what the step takes with everything on the host, and the bytes it
 moved over the speeds that fio reaches in the same directory.
+
+On a machine that does other work as well give ``--threads 1``: a team of OpenMP threads spins while it waits for one
+that is not running, which doubles the processor time of a step here, though not of DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import argparse
 import importlib.util
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -68,15 +72,15 @@ def contenders(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def disk_speeds(folder: Path, size: int) -> dict[str, float] | None:
-    """Bytes per second of fio, read and write, the best of three; ``None`` where it is not installed."""
+    """Bytes per second of fio, read and write, medians of five; ``None`` where it is not installed."""
     if not shutil.which("fio"):
         print("fio: not found, so there is no roofline")
         return None
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         fio = Fio(Path(temporary), size, 4 << 20, 16, "libaio", huge=True)
         return {
-            "disk read": size / min(fio.read() for _ in range(3)),
-            "disk write": size / min(fio.write() for _ in range(3)),
+            "disk read": size / statistics.median(fio.read() for _ in range(5)),
+            "disk write": size / statistics.median(fio.write() for _ in range(5)),
         }
 
 

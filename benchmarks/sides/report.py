@@ -72,12 +72,8 @@ def training_rows(scores: Iterable[Score], tokens: int) -> Iterable[list[str]]:
             yield [score.name, f"failed: {score.failure}", "", "", ""]
         elif score.turns:
             rate = tokens / score.median("seconds")
-            yield [
-                score.name,
-                spread(score.readings("seconds")),
-                f"{rate:.0f}",
-                format_size(int(score.most("peak_rss"))),
-            ]
+            wall, processor = spread(score.readings("seconds")), f"{score.median('processor'):.2f}"
+            yield [score.name, wall, f"{rate:.0f}", processor, peak(score)]
 
 
 def peak(score: Score) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 import outcore
 from exact.families import FAMILIES
 from exact.shapes import SHAPES, Shape, built
@@ -13,11 +11,6 @@ SEEN = 256
 """Bytes: torch tells cuBLASLt an operand's alignment up to here, and the choice of an algorithm may hang on it."""
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="slots are aligned to 64 elements, 128 bytes in bf16, and an allocator gives 512: on CUDA another matrix "
-    "product may be chosen for a parameter in a frame than for one of its own, and promise 1 broken",
-)
 def test_kernels_see_the_alignment_that_they_see_in_memory() -> None:
     """A device's frames start at an allocator's boundary, so what counts is the offset within the run."""
 

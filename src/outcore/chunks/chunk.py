@@ -82,6 +82,11 @@ class Chunk:
     def on_host(self) -> bool:
         return self.residence in ON_HOST
 
+    @property
+    def ready(self) -> bool:
+        """Whether a guard for reading would not wait."""
+        return self.on_host and self.residence is not Residence.READING
+
     def move(self, to: Residence) -> None:
         """Change the state; an illegal transition is a fault of the pool."""
         assert to in LEGAL[self.residence], f"{self.name}: {self.residence.value} -> {to.value}"

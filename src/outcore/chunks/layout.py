@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-ALIGN = 64
+ALIGN = 128
 """Elements to which every parameter's offset in a run is aligned (at least one cache line)."""
 
 BLOCK = 65_536

@@ -20,9 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from outcore.chunks.chunk import Chunk, Residence
-from outcore.chunks.guards import Access as Access
-from outcore.chunks.guards import Guard as Guard
-from outcore.chunks.guards import SideGuard
+from outcore.chunks.guards import Access, Guard, SideGuard
 from outcore.chunks.replacers import Order, Replacer
 from outcore.chunks.traffic import Traffic
 from outcore.errors import BudgetError, StateError, TierError
@@ -30,8 +28,13 @@ from outcore.memory.disk import DiskTier
 from outcore.memory.ledger import Ledger
 from outcore.memory.watchdog import Watchdog
 
+__all__ = ["Access", "Guard", "Pool"]
+
 WATCH = 0.5
 """Seconds after which a thread that waits for room looks whether it is still wanted."""
+
+NEAR = 2
+"""Ticks whose needs are read ahead whatever they take."""
 
 UNDER_WAY = frozenset({Residence.READING, Residence.WRITING})
 
@@ -74,6 +77,7 @@ class Pool:
         self._clock = 0
         self._traffic = Traffic(disk, self._lock)
         self._beside = 0
+        self._needed: frozenset[Chunk] = frozenset()
         self._most_reserved = 0
         self._failure: BaseException | None = None
         self._closed = False
@@ -105,13 +109,10 @@ class Pool:
         return self._budget - self._reserved
 
     def reserve(self, nbytes: int, ahead: int) -> None:
-        """Set bytes of the budget aside for what is not a chunk (activations, temporaries).
+        """Set ``nbytes`` of the budget aside for what is not a chunk (activations, temporaries).
 
-        Chunks above the new ceiling are evicted before this returns, as far as they are not pinned.
-
-        Args:
-            nbytes: needed now.
-            ahead: needed soon: what is read ahead stays clear of it.
+        Chunks above the new ceiling are evicted before this returns, as far as they are not pinned. What is
+        read ahead stays clear of ``ahead`` bytes, which are needed soon.
         """
         with self._lock:
             self._reserved, self._ahead = nbytes, max(nbytes, ahead)
@@ -329,30 +330,31 @@ class Pool:
 
     # -- the future -------------------------------------------------------------------------------
 
-    def advance(self) -> None:
-        """The clock of the `Order` moved: read ahead as far as there is room."""
+    def advance(self, needs: Sequence[Chunk] = ()) -> None:
+        """The clock of the `Order` moved: read ahead as far as there is room.
+
+        ``needs`` is used now: what the `Order` foresees is its next use, but until then it stays.
+        """
         with self._lock:
+            self._needed = frozenset(needs)
             if self._holds_idle:
                 self._pump()
             else:
                 self._trim()
 
-    def is_on_host(self, chunk: Chunk) -> bool:
-        """Whether a guard for reading would not wait."""
-        return chunk.on_host and chunk.residence is not Residence.READING
-
     def _pump(self) -> None:
         """Start the reads that the near future needs, soonest first, until one finds no room.
 
-        What is foreseen beyond a ceiling's worth of chunks, those that will come to be on the host
-        included, could not stay until it is used: it is not read yet.
+        No more than a quarter of the ceiling is kept for them, those that are on the host already included: to read
+        further ahead is to drop what was used last and is used again in the next pass, and to read that once more.
         """
         if not self._prefetch or not self._holds_idle or self._closed or self._disk is None:
             return
-        ceiling = horizon = self._budget - self._ahead
+        ceiling = self._budget - self._ahead
+        horizon = ceiling // 4
         for distance, chunk in self._order.upcoming():
             horizon -= chunk.nbytes
-            if horizon < 0:
+            if horizon < 0 and distance > NEAR:
                 return
             if chunk.residence is Residence.DISK and chunk.error is None:
                 try:
@@ -384,7 +386,10 @@ class Pool:
             missing = self._used + nbytes - ceiling
             if self._traffic.leaving >= missing:
                 return False
-            victim = self._replacer.victim(self._evictable(), beyond)
+            idle = [chunk for chunk in self._evictable() if chunk not in self._needed]
+            victim = self._replacer.victim(idle, beyond)
+            if victim is None and beyond < 0:
+                victim = self._replacer.victim(self._evictable(), beyond)
             if victim is None:
                 return False
             if victim.residence is Residence.CLEAN:
@@ -396,9 +401,6 @@ class Pool:
     def _is_quiet(self) -> bool:
         """Whether nothing is under way that will make room."""
         return self._traffic.count == 0 and self._beside == 0
-
-    def _is_too_full(self) -> bool:
-        return self._used > self.ceiling or not self._holds_idle
 
     def _evictable(self) -> Iterable[Chunk]:
         for chunk in self._resident:
@@ -472,7 +474,8 @@ class Pool:
     def _write_done(self, chunk: Chunk) -> None:
         chunk.move(Residence.CLEAN if chunk.error is None else Residence.DIRTY)
         self._failure = self._failure or chunk.error
-        if chunk.residence is Residence.CLEAN and chunk.pins == 0 and self._is_too_full():
+        crowded = self._used > self.ceiling or not self._holds_idle
+        if chunk.residence is Residence.CLEAN and chunk.pins == 0 and crowded:
             self._drop(chunk, Residence.DISK)
         self._changed.notify_all()
         self._pump()
@@ -491,8 +494,5 @@ class Pool:
             self._closed = True
             self.quiesce()
             for chunk in list(self._resident):
-                chunk.residence = Residence.EMPTY
-                del self._resident[chunk]
-                self._used -= chunk.nbytes
-                chunk.region.release()
-                self._ledger.hold("host", -chunk.nbytes, chunk.kind.value)
+                chunk.residence = Residence.DIRTY  # whatever it was
+                self._drop(chunk, Residence.EMPTY)

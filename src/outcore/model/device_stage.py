@@ -256,7 +256,7 @@ class DeviceStage:
                 continue
             if self._updates.is_due(unit.stores):
                 return
-            if not all(self._pool.is_on_host(chunk) for chunk in unit.parameter_chunks):
+            if not all(chunk.ready for chunk in unit.parameter_chunks):
                 return
             if not self._try_room(unit_bytes(unit) + beside, distance):
                 return

@@ -27,7 +27,7 @@ class Clock:
         """A use begins; called before its guard is asked for."""
         with self._pool.lock:
             self._schedule.advance(key, needs)
-            self._pool.advance()
+            self._pool.advance(needs)
 
     def fulfil(self, key: Hashable) -> None:
         """A use was over ahead of its tick. Callable from any thread."""
