@@ -29,8 +29,8 @@ def test_on_the_cpu(name: str, roomy: bool, recomputes: bool, accumulate: int, t
     limits = run.limits(run.subject())
     planned = predict(run, limits, CPU)
     found = measure(run, limits, tmp_path)
-    assert abs(off(planned.peak["host"], found.peak["host"])) < 0.02
-    assert abs(off(planned.settled["host"], found.settled["host"])) < 0.02
+    assert abs(off(planned.peak["host"], found.peak["host"])) < 0.05
+    assert abs(off(planned.settled["host"], found.settled["host"])) < 0.05
     assert abs(off(planned.peak["disk"], found.peak["disk"])) < (0.05 if accumulate == 1 else 0.2)
 
 

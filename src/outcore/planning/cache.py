@@ -56,6 +56,7 @@ class Cache:
         self._count = 0
         self._resident: dict[Piece, None] = {}  # in order: a set would be in that of addresses
         self._heap: list[tuple[int, bool, int, int, Piece]] = []
+        self._needed: frozenset[Piece] = frozenset()
 
     @property
     def ceiling(self) -> int:
@@ -129,6 +130,7 @@ class Cache:
     def advance(self, position: int) -> None:
         """The run is at this tick."""
         self.position = position
+        self._needed = frozenset(self._route.ticks[position % len(self._route)][1])
         self._foresight.follow(position)
         if self.holding:
             self._pump(self.now)
@@ -211,6 +213,14 @@ class Cache:
         return True
 
     def _victim(self, beyond: int) -> Piece | None:
+        """What is used last; for a read ahead not what the present tick needs."""
+        kept: list[Piece] = []
+        found = self._search(beyond, kept)
+        for piece in kept:
+            self._offer(piece)
+        return found
+
+    def _search(self, beyond: int, kept: list[Piece]) -> Piece | None:
         heap = self._heap
         while heap:
             key, _, last, _, piece = heap[0]
@@ -230,6 +240,9 @@ class Cache:
             if beyond >= 0 and piece.next <= beyond:
                 return None
             heapq.heappop(heap)
+            if beyond >= 0 and piece in self._needed:
+                kept.append(piece)
+                continue
             return piece
         return None
 
@@ -267,7 +280,7 @@ class Cache:
         if self.disk is None or not self.holding:
             return
         ceiling = self._budget - self.ahead
-        while (found := self._foresight.peek(ceiling)) is not None:
+        while (found := self._foresight.peek(ceiling // 4)) is not None:
             tick, piece = found
             if piece.residence is Residence.DISK:
                 if not self._try_room(piece.nbytes, tick, ceiling):

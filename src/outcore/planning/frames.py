@@ -159,17 +159,18 @@ class Frames:
         if not self.holding:
             return
         position = self.cache.position
+        beside = self.ahead - self.reserved
         for distance, (phase, unit) in self.route.keys(position, AHEAD):
             if phase not in ("forward", "backward"):
                 return
             frame = self.frames[unit]
+            if distance == 1 and phase == "backward":
+                beside += max([frame.gradient, *(f.gradient for f in self.frames if f.opened)])
             if frame.here:
                 continue
             if not all(self.cache.is_there(piece) for piece in frame.pieces):
                 return
-            gradient = max(0, frame.gradient - self.held) if phase == "backward" else 0
-            room = frame.nbytes + gradient + self.ahead - self.reserved
-            if not self._try_room(room, position + distance):
+            if not self._try_room(frame.nbytes + beside, position + distance):
                 return
             self._lift(frame)
 

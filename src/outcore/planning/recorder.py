@@ -21,7 +21,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from outcore.chunks.layout import Run
 from outcore.model.unit import Unit
 from outcore.planning.work import Work
 
@@ -72,9 +71,6 @@ class Recorder(TorchDispatchMode):
         self._largest = 0
         self._experts = 1
         self._holding: set[int] = set()
-        self._buffers: dict[Run, Unit] = {}
-        self._gathered: dict[Run, torch.Tensor] = {}
-        self._sent: set[Unit] = set()
         self._arriving: set[Unit] = set()
 
     # -- what the hooks tell ----------------------------------------------------------------------
@@ -82,9 +78,6 @@ class Recorder(TorchDispatchMode):
     def window(self, key: Hashable) -> None:
         """A unit is about to be opened, or was closed."""
         phase, index = cast(Event, key)
-        if phase in ("forward", "backward"):
-            for store in [run for run, unit in self._buffers.items() if unit in self._sent]:
-                del self._buffers[store], self._gathered[store]
         self.cut((phase, index))
         if phase == "forward" and self._phase == CATEGORIES.index("inputs"):
             self._phase = CATEGORIES.index("activations")
@@ -97,7 +90,6 @@ class Recorder(TorchDispatchMode):
 
     def complete(self, unit: Unit) -> None:
         """A unit has its gradients."""
-        self._sent.add(unit)
         self._arriving.discard(unit)
         self.cut(("gradient", unit.index))
 
@@ -118,12 +110,6 @@ class Recorder(TorchDispatchMode):
             self._parts[category] -= nbytes
             entry[1] = CATEGORIES.index("gradients")
             self._parts[entry[1]] += nbytes
-
-    def gather(self, unit: Unit, run: Run) -> None:
-        """A gradient goes to its run's buffer, which stays until the next unit opens after the last of them."""
-        if run not in self._buffers:
-            self._buffers[run] = unit
-            self._gathered[run] = torch.zeros(run.numel, dtype=run.dtype)
 
     def begin(self, key: Hashable, size: int) -> None:
         """A gauge's lap; nothing to do."""

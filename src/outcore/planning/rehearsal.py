@@ -70,7 +70,6 @@ def rehearse(
     loss: Callable[[Any], torch.Tensor],
     dtype: torch.dtype,
     recomputes: bool,
-    buffers: bool,
 ) -> Trace:
     """Trace one forward and backward.
 
@@ -81,8 +80,6 @@ def rehearse(
         loss: from the model's output, a scalar.
         dtype: what the model computes in.
         recomputes: whether blocks are recomputed in backward.
-        buffers: whether gradients gather in a buffer per run beside the activations, as they do on a device. The meter
-            of a run sees these buffers as activations, so a plan must too.
 
     Raises:
         ModelError: the model can't be traced: its shapes depend on values, or it raises.
@@ -92,7 +89,7 @@ def rehearse(
         units, points = lay(model)
         recorder = Recorder()
         tokens = 0
-        undo = _hang(model, units, points, recorder, dtype, recomputes, buffers)
+        undo = _hang(model, units, points, recorder, dtype, recomputes)
         try:
             with mode, _unrecognised():
                 inputs = tree_map(_fake_input, dict(batch))
@@ -173,7 +170,6 @@ def _hang(
     recorder: Recorder,
     dtype: torch.dtype,
     recomputes: bool,
-    buffers: bool,
 ) -> list[Callable[[], object]]:
     """The hooks of `outcore.engine`, told to a recorder."""
     here: Any = _Here()
@@ -199,8 +195,6 @@ def _hang(
             def accumulated(parameter: torch.Tensor, unit: Unit = unit, binding: Binding = binding) -> None:
                 if parameter.grad is not None:
                     recorder.gradient(unit, parameter.grad)
-                if buffers:
-                    recorder.gather(unit, binding.store.run)
                 parameter.grad = None
                 backward.accumulated(unit, binding.slot.index)
 

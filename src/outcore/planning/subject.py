@@ -160,7 +160,6 @@ class Subject:
                 self._loss,
                 self.precision.dtype,
                 recomputes,
-                buffers=not on_host,
             )
         return self._traces[key]
 
