@@ -31,6 +31,9 @@ from outcore.model.policies import Activations, Precision
 from outcore.optim.foreign import Foreign
 from outcore.optim.optimizer import Optimizer
 from outcore.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
+from outcore.planning.machine import Machine
+from outcore.planning.plan import Plan
+from outcore.planning.planner import plan
 from outcore.report.health import first_nonfinite
 from outcore.report.tracer import record
 
@@ -47,7 +50,9 @@ __all__ = [
     "Foreign",
     "Interrupts",
     "Lion",
+    "Machine",
     "Optimizer",
+    "Plan",
     "Precision",
     "Snapshot",
     "export",
@@ -56,6 +61,7 @@ __all__ = [
     "gather",
     "load",
     "offload",
+    "plan",
     "record",
     "release",
     "save",

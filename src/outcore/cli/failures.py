@@ -6,6 +6,7 @@ code  meaning
 0     done
 1     it failed while it ran: a tier, the machine, or the program itself
 2     it could not begin: a setting, a path, a model or a budget that doesn't do
+3     outcore plan: it does not fit
 130   interrupted (SIGINT), with nothing saved
 143   the same by SIGTERM
 ====  ==============================================================================================
@@ -30,6 +31,7 @@ from outcore.errors import BudgetError, OutcoreError, UsageError
 
 FAILED = 1
 USAGE = 2
+UNFIT = 3
 INTERRUPTED = 128 + signal.SIGINT
 
 

@@ -12,6 +12,8 @@ from outcore.cli.export import export
 from outcore.cli.failures import INTERRUPTED, reported
 from outcore.cli.generate import generate
 from outcore.cli.inspect import inspect
+from outcore.cli.planning import plan
+from outcore.cli.profiling import profile
 from outcore.cli.report import report
 from outcore.cli.train import train
 
@@ -24,6 +26,8 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(generate)
+app.command()(plan)
+app.command()(profile)
 app.command()(report)
 app.command()(inspect)
 app.command()(export)

@@ -73,13 +73,13 @@ def build(name: str | os.PathLike[str], *, training: bool) -> Built:
         UsageError: there is no such preset or directory, or transformers is not installed.
         ModelError: the directory's configuration or tokenizer can't be used.
     """
-    _require()
+    require()
     name = os.fspath(name)
     directory = Path(name).expanduser()
     if name in PRESETS and not (directory / "config.json").is_file():
-        config, weights, tokenizer = _preset(name), None, None
+        config, weights, tokenizer = preset(name), None, None
     elif directory.is_dir():
-        config = _config(directory)
+        config = config_of(directory)
         weights = directory if any((directory / file).is_file() for file in WEIGHTS) else None
         if weights is None:
             raise ModelError(f"{directory} has no {WEIGHTS[0]} nor an index of several: save it so")
@@ -87,7 +87,7 @@ def build(name: str | os.PathLike[str], *, training: bool) -> Built:
     else:
         known = ", ".join(PRESETS)
         raise UsageError(f"unknown model {name!r}: name a directory with config.json and weights, or {known}")
-    model = _empty(config)
+    model = empty(config)
     model.config.use_cache = not training
     if weights is not None:
         _load_buffers(model, weights)
@@ -106,11 +106,11 @@ def from_config(settings: Mapping[str, Any], where: str) -> Any:
         UsageError: transformers is not installed.
         ModelError: the configuration can't be used.
     """
-    _require()
+    require()
     with tempfile.TemporaryDirectory(prefix="outcore-config-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(dict(settings)), encoding="utf-8")
         try:
-            model = _empty(_config(Path(folder)))
+            model = empty(config_of(Path(folder)))
         except ModelError as error:
             raise ModelError(f"the configuration in {where} can't be used: {error}") from None
     model.config.use_cache = True
@@ -137,7 +137,8 @@ def meta_parameters() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _require() -> None:
+def require() -> None:
+    """Raises UsageError: transformers is not installed."""
     try:
         import transformers
     except ImportError:
@@ -146,23 +147,30 @@ def _require() -> None:
     transformers.logging.disable_progress_bar()
 
 
-def _preset(name: str) -> Any:
+def preset(name: str) -> Any:
+    """The configuration of a preset."""
     from transformers import GPT2Config
 
     return GPT2Config(**PRESETS[name].config())
 
 
-def _config(directory: Path) -> Any:
+def config_of(path: Path) -> Any:
+    """The configuration in a directory's ``config.json``, or in a file.
+
+    Raises:
+        ModelError: it can't be used.
+    """
     from transformers import AutoConfig
 
-    if not (directory / "config.json").is_file():
-        raise ModelError(f"{directory} has no config.json: it is not the directory of a model")
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ModelError(f"{path} has no config.json: it is not the directory of a model")
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever the file makes it stumble over
-        raise ModelError(f"{directory / 'config.json'} can't be used: {_first_line(error)}") from None
+        raise ModelError(f"{file} can't be used: {_first_line(error)}") from None
     if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"{directory} holds quantised weights, which can't be trained: save it dequantised")
+        raise ModelError(f"{path} holds quantised weights, which can't be trained: save it dequantised")
     return config
 
 
@@ -178,7 +186,12 @@ def _tokenizer(directory: Path) -> Any | None:
         raise ModelError(f"the tokenizer in {directory} can't be used: {_first_line(error)}") from None
 
 
-def _empty(config: Any) -> Any:
+def empty(config: Any) -> Any:
+    """A causal language model without values: parameters on meta, buffers real.
+
+    Raises:
+        ModelError: the configuration makes none.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 

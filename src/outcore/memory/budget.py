@@ -119,12 +119,12 @@ class Budget:
                 )
             return None
         if self.device is None:
-            return _spare("device", available)
+            return spare("device", available)
         return _at_most("device", parse_size(self.device), available, "is free on the accelerator")
 
     def _host(self) -> int:
         if self.host is None:
-            return _spare("host", available_host())
+            return spare("host", available_host())
         # Compared with all there is, not with what is free: the model to be moved may fill the host now.
         return _at_most(
             "host",
@@ -152,7 +152,8 @@ def host_capacity(_root: Path = Path("/")) -> int:
     return machine if room is None else min(machine, room.limit)
 
 
-def _spare(tier: str, available: int) -> int:
+def spare(tier: str, available: int) -> int:
+    """What a default takes of the bytes that are free on a tier; see [Note: Safety shares]."""
     part, least = _SHARES[tier]
     return available - min(max(int(available * part), least), available // 2)
 
@@ -205,7 +206,7 @@ def _disk_limits(disks: Sequence[DiskPath]) -> tuple[DiskLimit, ...]:
         _at_most("disk", asked, free, f"is free in {places[here[0]].path}")
         rest = [k for k in here if k not in limits]
         for k in rest:
-            limits[k] = _spare("disk", free - asked) // len(rest)
+            limits[k] = spare("disk", free - asked) // len(rest)
             if limits[k] == 0:
                 raise BudgetError("disk", 1, 0, f"nothing is free in {places[k].path}: free some space there")
     return tuple(DiskLimit(place.path, limits[k]) for k, place in enumerate(places))

@@ -90,6 +90,6 @@ class PointHooks:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """The address of what a tensor shows; a number of its own for one that shows nothing."""
+    """Which storage a tensor shows; a number of its own for one that shows nothing."""
     dense = tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return tensor.untyped_storage().data_ptr() if dense and tensor.numel() else -id(tensor)
+    return int(tensor.untyped_storage()._cdata) if dense and tensor.numel() else -id(tensor)

@@ -1,0 +1,193 @@
+"""How far a plan is from the run: peaks of each tier and bytes moved, and the time of a step.
+
+Memory: GPT-2, Llama, T5 and Mixtral at toy size and GPT-2 124M, kept and recomputed, 1 and 4 micro-batches, tight and
+roomy, on the CPU and, if asked for, on the emulated device. Time: the same runs of a model large enough to be timed,
+each against a profile of this machine that is measured just before it.
+
+    python benchmarks/plan_accuracy.py --folder DIR [--device emu] [--time] [--large] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from exact.families import FAMILIES
+from outcore.errors import BudgetError
+from outcore.planning.machine import Machine
+from outcore.planning.measure import measure as profile
+from planning.accuracy import CPU, EMU, Case, measure, off, predict
+
+SHAPES = {shape.name: shape for shape in FAMILIES}
+LINK = 1e9
+"""Bytes per second of the emulated device's links."""
+
+
+def ids(batch: int, length: int, words: int) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(0, words, (batch, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def gpt2(layers: int, width: int, words: int = 50257) -> Any:
+    config = hf.GPT2Config(
+        n_layer=layers,
+        n_embd=width,
+        n_head=width // 64,
+        vocab_size=words,
+        use_cache=False,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+    )
+    return hf.GPT2LMHeadModel(config)
+
+
+def memory_cases(device: str | None, large: bool) -> dict[str, Case]:
+    cases = {}
+    names = ("gpt2", "llama", "t5", "mixtral")
+    for name, recomputes, accumulate, roomy in itertools.product(names, (False, True), (1, 4), (False, True)):
+        shape = SHAPES[name]
+        label = (
+            f"{name} {'recompute' if recomputes else 'keep'} x{accumulate} {'roomy' if roomy else 'tight'}"
+        )
+        cases[label] = Case(shape.build, shape.batch(0), recomputes, accumulate, roomy, device)
+    if large:
+        for recomputes, accumulate in itertools.product((False, True), (1, 4)):
+            label = f"gpt2-124m {'recompute' if recomputes else 'keep'} x{accumulate} tight"
+            batch = ids(2, 256, 50257)
+            cases[label] = Case(
+                lambda: gpt2(12, 768), batch, recomputes, accumulate, False, device, chunk="8MiB"
+            )
+    return cases
+
+
+def time_cases(device: str | None) -> dict[str, Case]:
+    """Settings whose times differ: all on the host, bound by the disk, recomputed, accumulated, wide and narrow."""
+    small, large = ids(4, 256, 4096), ids(8, 256, 4096)
+
+    def model() -> Any:
+        return gpt2(8, 512, 4096)
+
+    kinds: dict[str, tuple[Any, bool, int, bool]] = {
+        "host, keep": (small, False, 1, True),
+        "host, recompute": (small, True, 1, True),
+        "host, recompute x4": (small, True, 4, True),
+        "host, keep, twice the batch": (large, False, 1, True),
+        "disk, keep": (small, False, 1, False),
+        "disk, recompute": (small, True, 1, False),
+        "disk, recompute x2": (small, True, 2, False),
+        "disk, recompute x4": (small, True, 4, False),
+        "disk, twice the batch": (large, True, 1, False),
+        "disk, few tokens": (ids(1, 64, 4096), True, 1, False),
+    }
+    return {
+        label: Case(model, batch, recomputes, accumulate, roomy, device, chunk="1MiB")
+        for label, (batch, recomputes, accumulate, roomy) in kinds.items()
+    }
+
+
+def compare(case: Case, machine: Machine, folder: Path) -> dict[str, Any]:
+    limits = case.limits(case.subject())
+    planned = predict(case, limits, machine)
+    with tempfile.TemporaryDirectory(dir=folder) as inside:
+        found = measure(case, limits, Path(inside))
+    return {
+        "peak": {
+            t: (planned.peak[t], found.peak[t], off(planned.peak[t], found.peak[t])) for t in planned.peak
+        },
+        "settled": {
+            t: (planned.settled[t], found.settled[t], off(planned.settled[t], found.settled[t]))
+            for t in planned.settled
+        },
+        "moved": {link: (nbytes, found.moved[link]) for link, nbytes in planned.moved.items()},
+        "seconds": (planned.seconds, found.seconds, off(planned.seconds, found.seconds)),
+    }
+
+
+def ranks(values: list[float]) -> list[int]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    return [order.index(k) for k in range(len(values))]
+
+
+def correlation(first: list[float], second: list[float]) -> float:
+    """Spearman's, of values that are all different."""
+    count = len(first)
+    apart = sum((a - b) ** 2 for a, b in zip(ranks(first), ranks(second), strict=True))
+    return 1 - 6 * apart / (count * (count**2 - 1))
+
+
+def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
+    machine = CPU if options.device is None else replace(EMU, link_in=LINK, link_out=LINK)
+    rows = []
+    for label, case in memory_cases(options.device, options.large).items():
+        try:
+            row = compare(case, machine, options.folder)
+        except BudgetError as error:
+            print(f"{label:32} refused: {error}", flush=True)
+            rows.append({"case": label, "refused": str(error)})
+            continue
+        rows.append({"case": label, **row})
+        said = "  ".join(f"{tier} {100 * share:+.1f} %" for tier, (_, _, share) in row["peak"].items())
+        print(f"{label:32} {said}", flush=True)
+    shares = [abs(s) for r in rows if "peak" in r for t, (_, _, s) in r["peak"].items() if t != "disk"]
+    disks = [abs(r["peak"]["disk"][2]) for r in rows if "disk" in r.get("peak", {})]
+    within = sum(share <= 0.05 for share in shares)
+    print(
+        f"\nhost and device: {within} of {len(shares)} peaks within 5 %, the furthest {100 * max(shares):.1f} %"
+    )
+    print(
+        f"disk: {sum(s <= 0.05 for s in disks)} of {len(disks)} within 5 %, the furthest {100 * max(disks):.1f} %"
+    )
+    return rows
+
+
+def times(options: argparse.Namespace) -> list[dict[str, Any]]:
+    device = torch.device(options.device or "cpu")
+    rows = []
+    for label, case in time_cases(options.device).items():
+        machine = profile(
+            device, options.folder
+        )  # anew each time: on a shared machine it changes by the minute
+        row = compare(case, machine, options.folder)
+        rows.append({"case": label, "machine": asdict(machine), **row})
+        planned, found, share = row["seconds"]
+        print(f"{label:32} planned {planned:.3f} s, measured {found:.3f} s, {100 * share:+.0f} %", flush=True)
+    planned = [row["seconds"][0] for row in rows]
+    found = [row["seconds"][1] for row in rows]
+    within = sum(abs(row["seconds"][2]) <= 0.15 for row in rows)
+    print(f"\n{within} of {len(rows)} within 15 %; rank correlation {correlation(planned, found):.2f}")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--device", choices=["emu"])
+    parser.add_argument("--time", action="store_true")
+    parser.add_argument("--large", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    hf.logging.set_verbosity_error()
+    if options.device == "emu":
+        from emulated import accelerator
+
+        accelerator.load()
+        accelerator.configure(h2d_gbps=LINK / 1e9, d2h_gbps=LINK / 1e9, checker=False, poison=False)
+    rows = (times if options.time else memory)(options)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

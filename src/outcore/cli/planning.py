@@ -1,0 +1,174 @@
+"""``outcore plan``: what a run will hold and how long it takes, before it runs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outcore.cli import options
+from outcore.cli.failures import UNFIT, message, reported, say
+from outcore.errors import BudgetError, SizeError, UsageError
+
+if TYPE_CHECKING:
+    from outcore.memory.budget import Budget
+    from outcore.planning.machine import Machine
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A preset of outcore train, llama-7b, llama-13b, llama-70b, gpt3-175b, or a Hugging Face directory "
+            "or config.json. No weights are needed."
+        ),
+    ] = "gpt2",
+    machine: Annotated[
+        str,
+        typer.Option(
+            help="rtx4080, rtx4090, a100-80g, h100, h200, gh200, a TOML file, or this (after outcore profile)."
+        ),
+    ] = "this",
+    device_memory: options.DeviceMemory = None,
+    host_memory: options.HostMemory = None,
+    disk: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZE|DIR[:SIZE]",
+            help="Bytes of disk, such as 4TB, or a directory here; may be repeated. 0 for none.",
+        ),
+    ] = None,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 1024,
+    batch_size: Annotated[int, typer.Option(help="Sequences of a batch.")] = 8,
+    accumulate: Annotated[int, typer.Option(help="Batches of an optimizer step.")] = 1,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(help="Sequences of one forward and backward. By default what is fastest."),
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, adam, sgd (momentum 0.9), lion or adagrad.")
+    ] = "adamw",
+    precision: options.Precision = "bf16",
+    activations: Annotated[
+        str | None, typer.Option(help="recompute or keep. By default what is faster.")
+    ] = None,
+    chunk_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="The most that moves as one piece. By default what is faster."),
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Ranks over which ZeRO shards, for the memory table.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Say what a run will hold on each tier and how long a step will take, without running it."""
+    with reported():
+        options.at_least(2, seq_len=seq_len)
+        options.at_least(1, batch_size=batch_size, accumulate=accumulate, ranks=ranks)
+        if micro_batch is not None:
+            options.at_least(1, micro_batch=micro_batch)
+        try:
+            _run(
+                model,
+                *_machine(machine, device_memory, host_memory, disk or []),
+                seq_len=seq_len,
+                batch_size=batch_size,
+                accumulate=accumulate,
+                micro_batch=micro_batch,
+                optimizer=optimizer,
+                precision=precision,
+                activations=activations,
+                chunk_size=chunk_size,
+                ranks=ranks,
+                as_json=as_json,
+            )
+        except BudgetError as error:
+            if as_json:
+                found = {"tier": error.tier, "needed": error.needed, "budget": error.budget}
+                typer.echo(json.dumps({"fits": False, **found, "remedy": error.remedy}, indent=1))
+            say(message(error))
+            raise typer.Exit(UNFIT) from None
+
+
+def _run(
+    name: str,
+    machine: Machine,
+    budget: Budget,
+    *,
+    seq_len: int,
+    batch_size: int,
+    accumulate: int,
+    micro_batch: int | None,
+    optimizer: str,
+    precision: str,
+    activations: str | None,
+    chunk_size: str | None,
+    ranks: int,
+    as_json: bool,
+) -> None:
+    import torch
+
+    import outcore
+    from outcore.cli.recipes import make, recipe
+    from outcore.integrations.shapes import shape
+    from outcore.report.console import make_console
+    from outcore.report.plans import show
+
+    found = recipe(optimizer)
+    wanted = outcore.Precision(precision)  # type: ignore[arg-type]
+    kept = None if activations is None else outcore.Activations(activations)  # type: ignore[arg-type]
+    built = shape(name)
+    if built.positions is not None and seq_len > built.positions:
+        raise UsageError(f"--seq-len is {seq_len}, but {name} has {built.positions} positions")
+    ids = torch.empty((batch_size, seq_len), dtype=torch.long, device="meta")
+    made = outcore.plan(
+        built.model,
+        make(found, built.model.parameters(), 1e-4),
+        batch={"input_ids": ids, "labels": ids},
+        machine=machine,
+        budget=budget,
+        precision=wanted,
+        activations=kept,
+        accumulate=accumulate,
+        micro_batch=micro_batch,
+        chunk_size=chunk_size,
+        ranks=ranks,
+    )
+    if as_json:
+        typer.echo(json.dumps({"fits": True, "name": name, **made.as_dict()}, indent=1))
+        return
+    console = make_console()
+    if not console.is_terminal:
+        console.width = 150
+    show(console, name, made)
+
+
+def _machine(name: str, device: str | None, host: str | None, disks: list[str]) -> tuple[Machine, Budget]:
+    """The machine, and the budgets on it. What is said of a described machine, it has."""
+    from outcore.memory.budget import Budget, DiskPath
+    from outcore.memory.sizes import parse_size
+    from outcore.planning.planner import machine_of
+    from outcore.planning.this import this
+
+    total = 0
+    places: list[DiskPath] = []
+    for text in disks:
+        try:
+            total += 0 if text.strip() == "0" else parse_size(text)
+        except SizeError:
+            places += Budget(disk=text).disks()
+    if total and places:
+        raise UsageError("--disk takes sizes or directories, not both")
+    if name == "this":
+        found = this(places[0].path if places else None)
+        if not disks or (total == 0 and not places):
+            found = found.sized(disk=0)  # as outcore train: no disk is used unless one is named
+    else:
+        found = machine_of(name)
+        found = found.sized(
+            device=None if device is None else parse_size(device),
+            host=None if host is None else parse_size(host),
+            disk=None if not disks or places else total,
+        )
+    if total:
+        places = [DiskPath("", total)]
+    return found, Budget(device=device, host=host, disk=places or None)

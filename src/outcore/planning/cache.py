@@ -1,0 +1,304 @@
+"""The pool of `outcore.chunks.pool` on a virtual clock.
+
+The same states, the same rule of room and the same victims (Belady over the known order; among equals a clean one,
+then the least recently used), without threads and bytes. A heap stands for the pool's search, because a plan
+runs through many more settings than a run.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from outcore.chunks.chunk import Residence
+from outcore.errors import BudgetError
+from outcore.planning.flow import Disk, Piece
+from outcore.planning.route import Foresight, Route
+
+
+def refused(tier: str, needed: int, budget: int) -> BudgetError:
+    """What must be on a tier at one moment of a simulated run is more than its budget."""
+    return BudgetError(tier, needed, budget, "give it more, or use smaller micro-batches or recomputation")
+
+
+class Cache:
+    """Pieces on the host over pieces on disk.
+
+    Attributes:
+        now: seconds since the run began, as the training thread sees it.
+        waited: seconds it stood still, by what for.
+        peak: the most bytes the host held.
+        disk_peak: the most bytes the disk held.
+        holding: whether pieces may stay after their use.
+
+    Args:
+        budget: bytes of the host.
+        disk_budget: bytes of the disk; 0 for none.
+    """
+
+    def __init__(self, budget: int, disk_budget: int, read: float, write: float, route: Route) -> None:
+        self._budget = budget
+        self._disk_budget = disk_budget
+        self._route = route
+        self._foresight = Foresight(route)
+        self.disk = Disk(read, write, self._moved) if disk_budget else None
+        self.now = 0.0
+        self.position = -1
+        self.used = 0
+        self.reserved = 0
+        self.ahead = 0
+        self.disk_used = 0
+        self.peak = 0
+        self.disk_peak = 0
+        self.holding = True
+        self.waited = {"disk read": 0.0, "disk write": 0.0}
+        self._leaving = 0
+        self._count = 0
+        self._resident: dict[Piece, None] = {}  # in order: a set would be in that of addresses
+        self._heap: list[tuple[int, bool, int, int, Piece]] = []
+        self._needed: frozenset[Piece] = frozenset()
+
+    @property
+    def ceiling(self) -> int:
+        """Bytes the pieces may hold now."""
+        return self._budget - self.reserved
+
+    def is_there(self, piece: Piece) -> bool:
+        """Whether a guard for reading would not wait."""
+        return piece.on_host and piece.residence is not Residence.READING
+
+    # -- what holds bytes -------------------------------------------------------------------------
+
+    def _charge(self, nbytes: int) -> None:
+        self.used += nbytes
+        self.peak = max(self.peak, self.used + self.reserved)
+
+    def reserve(self, nbytes: int, ahead: int) -> None:
+        """Set aside for activations; what no longer fits leaves, as far as it is not pinned."""
+        if nbytes <= self.reserved:
+            self.reserved, self.ahead = nbytes, max(nbytes, ahead)
+            return
+        ceiling = self._budget - nbytes
+        while self.used > ceiling:
+            if self._try_room(0, -1, ceiling) or self.disk is None or self.disk.idle:
+                break
+            self._wait("disk write")
+        if self.used > ceiling:
+            raise refused("host", self.used + nbytes, self._budget)
+        self.reserved, self.ahead = nbytes, max(nbytes, ahead)
+        self.peak = max(self.peak, self.used + self.reserved)
+
+    def borrow(self, nbytes: int) -> None:
+        """Bytes that are not a piece's."""
+        self._make_room(nbytes)
+        self._charge(nbytes)
+
+    def repay(self, nbytes: int) -> None:
+        self.used -= nbytes
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def work(self, seconds: float) -> None:
+        """The training thread is busy."""
+        self.now += seconds
+        if self.disk is not None:
+            self.disk.run(self.now)
+
+    def wait_until(self, moment: float) -> None:
+        if moment > self.now:
+            self.work(moment - self.now)
+
+    def _wait(self, what: str) -> None:
+        """Until the next transfer ends."""
+        assert self.disk is not None
+        end = self.disk.next_end()
+        self.waited[what] += max(0.0, end - self.now)
+        self.now = max(self.now, end)
+        self.disk.run(self.now)
+
+    def believe(self, route: Route, position: int) -> None:
+        """From this position on another order is expected."""
+        if route is self._route:
+            return
+        self._route, self._foresight = route, Foresight(route, position)
+        self._heap.clear()
+        for piece in self._resident:
+            if piece.pins == 0:
+                piece.next = route.next_use(piece, self.position)
+                self._offer(piece)
+
+    def advance(self, position: int) -> None:
+        """The run is at this tick."""
+        self.position = position
+        self._needed = frozenset(self._route.ticks[position % len(self._route)][1])
+        self._foresight.follow(position)
+        if self.holding:
+            self._pump(self.now)
+        else:
+            self.trim()
+
+    # -- guards -----------------------------------------------------------------------------------
+
+    def bring(self, pieces: Sequence[Piece], write: bool = False, fresh: bool = False) -> None:
+        """Pin pieces, once they are there (for writing, once no transfer uses them)."""
+        for piece in pieces:
+            piece.pins += 1
+        for piece in pieces:
+            if piece.residence is Residence.EMPTY or (fresh and piece.residence is Residence.DISK):
+                self._make_room(piece.nbytes)
+                piece.residence = Residence.DIRTY
+                self._resident[piece] = None
+                self._charge(piece.nbytes)
+            elif piece.residence is Residence.DISK:
+                self._make_room(piece.nbytes)
+                if piece.residence is Residence.DISK:
+                    self._begin_read(piece, self.now)
+        self._count += 1
+        for piece in pieces:
+            while piece.residence is Residence.READING:
+                self._wait("disk read")
+            if write or fresh:
+                while piece.residence is Residence.WRITING:
+                    self._wait("disk write")
+                piece.residence = Residence.DIRTY
+            piece.last = self._count
+
+    def release(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            piece.pins -= 1
+            if piece.pins == 0:
+                piece.next = self._route.next_use(piece, self.position)
+                self._offer(piece)
+        if self.used + self.reserved > self._budget:
+            self._try_room(0, -1, self._budget - self.reserved)
+
+    def discard(self, piece: Piece) -> None:
+        """Forget its bytes, on host and disk."""
+        while piece.residence in (Residence.READING, Residence.WRITING):
+            self._wait("disk write")
+        if piece.on_host:
+            self._resident.pop(piece, None)
+            self.used -= piece.nbytes
+        piece.residence = Residence.EMPTY
+        if piece.stored:
+            piece.stored = False
+            self.disk_used -= piece.nbytes
+
+    def trim(self) -> None:
+        """Evict all that is not in use, and wait for it."""
+        for piece in list(self._resident):
+            if piece.pins == 0:
+                self._evict(piece, self.now)
+        while any(
+            p.pins == 0 and p.residence in (Residence.WRITING, Residence.READING) for p in self._resident
+        ):
+            self._wait("disk write")
+
+    # -- room -------------------------------------------------------------------------------------
+
+    def _make_room(self, nbytes: int) -> None:
+        while not self._try_room(nbytes, -1, self._budget - self.reserved):
+            if self.disk is None or self.disk.idle:
+                raise refused("host", self.used + nbytes + self.reserved, self._budget)
+            self._wait("disk write")
+
+    def _try_room(self, nbytes: int, beyond: int, ceiling: int) -> bool:
+        while self.used + nbytes > ceiling:
+            if self._leaving >= self.used + nbytes - ceiling:
+                return False
+            victim = self._victim(beyond)
+            if victim is None:
+                return False
+            self._evict(victim, self.now)
+        return True
+
+    def _victim(self, beyond: int) -> Piece | None:
+        """What is used last; for a read ahead not what the present tick needs."""
+        kept: list[Piece] = []
+        found = self._search(beyond, kept)
+        for piece in kept:
+            self._offer(piece)
+        return found
+
+    def _search(self, beyond: int, kept: list[Piece]) -> Piece | None:
+        heap = self._heap
+        while heap:
+            key, _, last, _, piece = heap[0]
+            valid = piece.pins == 0 and piece.last == last and -key == piece.next
+            if not valid or piece.residence not in (Residence.CLEAN, Residence.DIRTY):
+                heapq.heappop(heap)
+                continue
+            if piece.residence is Residence.DIRTY and self.disk is None:
+                heapq.heappop(heap)
+                continue
+            now = self._route.next_use(piece, self.position)
+            if now != piece.next:  # it came into sight, or a tick that named it passed without using it
+                heapq.heappop(heap)
+                piece.next = now
+                self._offer(piece)
+                continue
+            if beyond >= 0 and piece.next <= beyond:
+                return None
+            heapq.heappop(heap)
+            if beyond >= 0 and piece in self._needed:
+                kept.append(piece)
+                continue
+            return piece
+        return None
+
+    def _offer(self, piece: Piece) -> None:
+        if piece.residence in (Residence.CLEAN, Residence.DIRTY):
+            dirty = piece.residence is Residence.DIRTY
+            heapq.heappush(self._heap, (-piece.next, dirty, piece.last, piece.key, piece))
+
+    def _evict(self, piece: Piece, now: float) -> None:
+        if piece.residence is Residence.CLEAN:
+            piece.residence = Residence.DISK
+            self._resident.pop(piece, None)
+            self.used -= piece.nbytes
+        elif piece.residence is Residence.DIRTY and self.disk is not None:
+            if not piece.stored:
+                piece.stored = True
+                self.disk_used += piece.nbytes
+                self.disk_peak = max(self.disk_peak, self.disk_used)
+                if self.disk_used > self._disk_budget:
+                    raise refused("disk", self.disk_used, self._disk_budget)
+            piece.residence = Residence.WRITING
+            self._leaving += piece.nbytes
+            self.disk.submit(piece, True, now)
+
+    # -- transfers --------------------------------------------------------------------------------
+
+    def _begin_read(self, piece: Piece, now: float) -> None:
+        assert self.disk is not None
+        piece.residence = Residence.READING
+        self._resident[piece] = None
+        self._charge(piece.nbytes)
+        self.disk.submit(piece, False, now)
+
+    def _pump(self, now: float) -> None:
+        if self.disk is None or not self.holding:
+            return
+        ceiling = self._budget - self.ahead
+        while (found := self._foresight.peek(ceiling // 4)) is not None:
+            tick, piece = found
+            if piece.residence is Residence.DISK:
+                if not self._try_room(piece.nbytes, tick, ceiling):
+                    return
+                piece.next = tick
+                self._begin_read(piece, now)
+            self._foresight.take(piece)
+
+    def _moved(self, piece: Piece, writing: bool, end: float) -> None:
+        piece.residence = Residence.CLEAN
+        if writing:
+            self._leaving -= piece.nbytes
+            if piece.pins == 0 and (self.used + self.reserved > self._budget or not self.holding):
+                piece.residence = Residence.DISK
+                self._resident.pop(piece, None)
+                self.used -= piece.nbytes
+            elif piece.pins == 0:
+                self._offer(piece)
+        elif piece.pins == 0:
+            self._offer(piece)
+        self._pump(end)

@@ -1,0 +1,112 @@
+"""Servers of a virtual clock: a disk and links that move pieces one after the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from outcore.chunks.chunk import Residence
+from outcore.memory.lane import READS_PER_WRITE
+
+
+class Piece:
+    """A chunk in a simulation.
+
+    Attributes:
+        nbytes: its bytes, whole pages.
+        key: what next uses are looked up by.
+        residence: where its valid bytes are.
+        pins: guards that hold it.
+        stored: whether it has an extent on disk.
+        next: the tick of its next use, as of when it was last used.
+        last: when it was last used.
+    """
+
+    __slots__ = ("key", "last", "nbytes", "next", "pins", "residence", "stored")
+
+    def __init__(self, nbytes: int, key: int) -> None:
+        self.nbytes = nbytes
+        self.key = key
+        self.residence = Residence.EMPTY
+        self.pins = 0
+        self.stored = False
+        self.next = 0
+        self.last = 0
+
+    @property
+    def on_host(self) -> bool:
+        return self.residence not in (Residence.EMPTY, Residence.DISK)
+
+
+class Disk:
+    """Serves whole pieces in order, reads first, as `outcore.memory.lane` does.
+
+    Args:
+        read: bytes per second.
+        write: likewise.
+        done: called with each piece and its time when its transfer ends.
+    """
+
+    def __init__(self, read: float, write: float, done: Callable[[Piece, bool, float], None]) -> None:
+        self._rates = (read, write)
+        self._done = done
+        self._reads: deque[tuple[Piece, float]] = deque()
+        self._writes: deque[tuple[Piece, float]] = deque()
+        self._in_row = 0
+        self._free = 0.0
+        self._current: tuple[Piece, bool, float] | None = None
+        self.moved = [0, 0]
+        self.busy = 0.0
+
+    @property
+    def idle(self) -> bool:
+        return self._current is None and not self._reads and not self._writes
+
+    def submit(self, piece: Piece, writing: bool, now: float) -> None:
+        (self._writes if writing else self._reads).append((piece, now))
+
+    def _start(self) -> None:
+        if self._current is not None or not (self._reads or self._writes):
+            return
+        writing = not self._reads or (bool(self._writes) and self._in_row >= READS_PER_WRITE)
+        self._in_row = 0 if writing else self._in_row + 1
+        piece, since = (self._writes if writing else self._reads).popleft()
+        seconds = piece.nbytes / self._rates[writing]
+        self._free = max(self._free, since) + seconds
+        self.moved[writing] += piece.nbytes
+        self.busy += seconds
+        self._current = piece, writing, self._free
+
+    def run(self, until: float) -> None:
+        """Let transfers end that do so by then."""
+        while True:
+            self._start()
+            if self._current is None or self._current[2] > until:
+                return
+            piece, writing, end = self._current
+            self._current = None
+            self._done(piece, writing, end)
+
+    def next_end(self) -> float:
+        """When the transfer under way ends. Only while not `idle`."""
+        self._start()
+        assert self._current is not None
+        return self._current[2]
+
+
+class Link:
+    """One direction between host and device: what is sent arrives in order."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._free = 0.0
+        self.moved = 0
+        self.busy = 0.0
+
+    def send(self, nbytes: int, now: float) -> float:
+        """When it has arrived."""
+        seconds = nbytes / self._rate
+        self._free = max(self._free, now) + seconds
+        self.moved += nbytes
+        self.busy += seconds
+        return self._free

@@ -1,0 +1,51 @@
+"""The chunks of a layout as pieces of a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outcore.chunks.chunk import Chunk
+from outcore.chunks.store import RunStore
+from outcore.planning.flow import Piece
+
+
+@dataclass(frozen=True)
+class StorePieces:
+    """A run's pieces."""
+
+    parameters: Sequence[Piece]
+    gradients: Sequence[Piece]
+    totals: Sequence[Piece]
+    states: Sequence[Piece]
+    nbytes: int
+    arrivals: Sequence[range]
+    """The chunks that each parameter's gradient goes to, in the order in which backward makes them."""
+
+
+class Pieces:
+    """Makes pieces and numbers them."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _make(self, chunks: Sequence[Chunk]) -> list[Piece]:
+        first, self._count = self._count, self._count + len(chunks)
+        return [Piece(chunk.nbytes, first + k) for k, chunk in enumerate(chunks)]
+
+    def of(self, store: RunStore) -> StorePieces:
+        """A run's pieces."""
+        gradients = self._make(store.gradients)
+        totals = gradients if store.totals is store.gradients else self._make(store.totals)
+        arrivals = [store.run.covering(slot) for slot in reversed(store.run.slots)]
+        return StorePieces(
+            self._make(store.parameters),
+            gradients,
+            totals,
+            self._make(store.states),
+            store.run.nbytes,
+            arrivals if store.gradients else (),
+        )

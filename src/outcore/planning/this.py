@@ -1,0 +1,54 @@
+"""The machine that this process runs on: sizes as they are now, speeds as ``outcore profile`` measured them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from outcore.errors import UsageError
+from outcore.memory.budget import available_disk, host_capacity
+from outcore.memory.device import find, free_bytes
+from outcore.planning.machine import Machine
+from outcore.planning.machine_file import read
+
+
+def profile_path() -> Path:
+    """Where the profile of this machine is kept: ``$XDG_CACHE_HOME/outcore`` or ``~/.cache/outcore``."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    folder = (
+        Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    )  # the rule of the XDG specification
+    return folder / "outcore" / "machine.toml"
+
+
+def sizes(device: torch.device, folder: str | os.PathLike[str] | None) -> tuple[int | None, int, int]:
+    """Bytes of device, host and disk on this machine.
+
+    Args:
+        folder: a directory on the disk that would be used; none: no disk.
+    """
+    on_device = None if device.type == "cpu" else free_bytes(device)
+    return on_device, host_capacity(), 0 if folder is None else available_disk(folder)
+
+
+def this(folder: str | os.PathLike[str] | None = None) -> Machine:
+    """This machine.
+
+    Args:
+        folder: where its disk is measured; by default that of the profile's.
+
+    Raises:
+        UsageError: it has not been profiled, or its profile is of another device.
+    """
+    path = profile_path()
+    if not path.is_file():
+        raise UsageError("this machine's speeds are not known yet: run outcore profile --disk DIR first")
+    found = read(path)
+    device = find(None)
+    on_device, host, disk = sizes(device, folder)
+    if (on_device is None) != (found.device is None):
+        raise UsageError(f"the profile in {path} is of another device: run outcore profile again")
+    return replace(found, device=on_device, host=host, disk=found.disk if folder is None else disk)

@@ -1,0 +1,99 @@
+"""A model's units and chunks without bytes: the layout that `outcore.offload` would make, to be counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from outcore.chunks.chunk import Chunk, Kind
+from outcore.chunks.layout import Entry, Run, lay_out
+from outcore.chunks.store import PlaneType, RunStore, pages
+from outcore.model.unit import Binding, Unit
+from outcore.model.units import UnitPlan
+from outcore.optim.kernels import Rule
+from outcore.optim.pipeline import master_kind
+
+
+@dataclass(frozen=True)
+class VirtualPlace:
+    """So many bytes that are nowhere. Implements `outcore.memory.place.Place`."""
+
+    nbytes: int
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        raise AssertionError("a plan has no bytes")
+
+    @property
+    def buffer(self) -> memoryview:
+        raise AssertionError("a plan has no bytes")
+
+    def release(self) -> None:
+        """Nothing to give back."""
+
+
+def lay(
+    plans: Sequence[UnitPlan],
+    keep: set[nn.Parameter],
+    dtype: torch.dtype,
+    rule: Rule | None,
+    numbers: Mapping[nn.Parameter, int],
+    chunk_bytes: int,
+) -> list[Unit]:
+    """The units of a model with their chunks.
+
+    Args:
+        plans: what `outcore.model.units.discover` found.
+        keep: parameters that keep their dtype (`outcore.model.placement.wants_fp32`).
+        dtype: what floating parameters are computed in.
+        rule: the optimizer's, or ``None`` for inference.
+        numbers: the trained parameters with the optimizer's numbers.
+        chunk_bytes: as `outcore.offload` takes it.
+    """
+    number_of = dict(numbers)
+    units = []
+    for index, plan in enumerate(plans):
+        entries, found = [], {}
+        for name, parameter in plan.parameters:
+            number = number_of.setdefault(parameter, len(number_of))
+            kept = not parameter.is_floating_point() or parameter in keep
+            trained = rule is not None and parameter in numbers
+            entries.append(Entry(number, parameter.shape, parameter.dtype if kept else dtype, trained))
+            found[number] = (name, parameter)
+        stores, bindings = [], []
+        whole = rule is not None and rule.whole_parameters
+        for run in lay_out(entries, chunk_bytes // dtype.itemsize, whole):
+            planes: tuple[PlaneType, ...] = ()
+            if run.trained:
+                assert rule is not None
+                types = rule.planes(run.dtype, master_kind(rule, run.dtype))
+                planes = tuple((plane.name, plane.dtype) for plane in types)
+            store = _store(plan.name, run, planes)
+            stores.append(store)
+            for slot in run.slots:
+                name, parameter = found[slot.index]
+                bindings.append(Binding(name, parameter, store, slot))
+        units.append(Unit(index, plan.name, tuple(stores), tuple(bindings)))
+    return units
+
+
+def _store(name: str, run: Run, planes: tuple[PlaneType, ...]) -> RunStore:
+    """As `outcore.chunks.store.build` makes it, which reserves addresses for gradients and states."""
+    extents = [run.extent(k) for k in range(run.chunks)]
+
+    def make(kind: Kind, itemsize: int) -> tuple[Chunk, ...]:
+        return tuple(
+            Chunk(kind, name, VirtualPlace(pages((stop - start) * itemsize))) for start, stop in extents
+        )
+
+    parameters = make(Kind.PARAMETER, run.dtype.itemsize)
+    if not run.trained:
+        return RunStore(name, run, parameters, (), (), (), ())
+    gradients = make(Kind.GRADIENT, run.dtype.itemsize)
+    totals = gradients if run.dtype is torch.float32 else make(Kind.GRADIENT, torch.float32.itemsize)
+    width = sum(dtype.itemsize for _, dtype in planes)
+    states = make(Kind.STATE, width) if width else ()
+    return RunStore(name, run, parameters, gradients, totals, states, planes)
