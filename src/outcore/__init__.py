@@ -16,26 +16,30 @@
 
 from __future__ import annotations
 
-from outcore.checkpoint.dcp.read import from_dcp
-from outcore.checkpoint.dcp.write import to_dcp
-from outcore.checkpoint.export import export
-from outcore.checkpoint.interrupts import Interrupts
-from outcore.checkpoint.load import load
-from outcore.checkpoint.reader import verify
-from outcore.checkpoint.save import save
-from outcore.checkpoint.series import Checkpoints
-from outcore.engine import gather, offload, release, snapshot, weights
-from outcore.memory.budget import Budget
-from outcore.memory.ledger import Snapshot
-from outcore.model.policies import Activations, Precision
-from outcore.optim.foreign import Foreign
-from outcore.optim.optimizer import Optimizer
-from outcore.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
-from outcore.planning.machine import Machine
-from outcore.planning.plan import Plan
-from outcore.planning.planner import plan
-from outcore.report.health import first_nonfinite
-from outcore.report.tracer import record
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outcore.checkpoint.dcp.read import from_dcp
+    from outcore.checkpoint.dcp.write import to_dcp
+    from outcore.checkpoint.export import export
+    from outcore.checkpoint.interrupts import Interrupts
+    from outcore.checkpoint.load import load
+    from outcore.checkpoint.reader import verify
+    from outcore.checkpoint.save import save
+    from outcore.checkpoint.series import Checkpoints
+    from outcore.engine import gather, offload, release, snapshot, weights
+    from outcore.memory.budget import Budget
+    from outcore.memory.ledger import Snapshot
+    from outcore.model.policies import Activations, Precision
+    from outcore.optim.foreign import Foreign
+    from outcore.optim.optimizer import Optimizer
+    from outcore.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
+    from outcore.planning.machine import Machine
+    from outcore.planning.plan import Plan
+    from outcore.planning.planner import plan
+    from outcore.report.health import first_nonfinite
+    from outcore.report.tracer import record
 
 __version__ = "0.1.0"
 
@@ -70,3 +74,47 @@ __all__ = [
     "verify",
     "weights",
 ]
+
+# Imported at first use: a script that only asks for help does not wait for compilers and formats.
+_HOMES = {
+    "SGD": "outcore.optim.optimizers",
+    "Activations": "outcore.model.policies",
+    "Adagrad": "outcore.optim.optimizers",
+    "Adam": "outcore.optim.optimizers",
+    "AdamW": "outcore.optim.optimizers",
+    "Budget": "outcore.memory.budget",
+    "Checkpoints": "outcore.checkpoint.series",
+    "Foreign": "outcore.optim.foreign",
+    "Interrupts": "outcore.checkpoint.interrupts",
+    "Lion": "outcore.optim.optimizers",
+    "Machine": "outcore.planning.machine",
+    "Optimizer": "outcore.optim.optimizer",
+    "Plan": "outcore.planning.plan",
+    "Precision": "outcore.model.policies",
+    "Snapshot": "outcore.memory.ledger",
+    "export": "outcore.checkpoint.export",
+    "first_nonfinite": "outcore.report.health",
+    "from_dcp": "outcore.checkpoint.dcp.read",
+    "gather": "outcore.engine",
+    "load": "outcore.checkpoint.load",
+    "offload": "outcore.engine",
+    "plan": "outcore.planning.planner",
+    "record": "outcore.report.tracer",
+    "release": "outcore.engine",
+    "save": "outcore.checkpoint.save",
+    "snapshot": "outcore.engine",
+    "to_dcp": "outcore.checkpoint.dcp.write",
+    "verify": "outcore.checkpoint.reader",
+    "weights": "outcore.engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'outcore' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
