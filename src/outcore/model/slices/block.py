@@ -120,7 +120,7 @@ class _SlicedBlock:
         if not with_graph:
             return call.without_graph(arguments)
         parameters = [p for p in self._module.parameters() if p.requires_grad]
-        tensors = _Slices.apply(call, arguments, *arguments.tensors, *parameters)
+        tensors = _Slices.apply(call, arguments, *arguments.tensors, *parameters)  # type: ignore[no-untyped-call]
         return put_together(call.skeleton, tensors)
 
     def _layout(self, arguments: Arguments) -> Layout:

@@ -6,9 +6,9 @@ two rows of a batch, without a graph: each row in turn is made NaN, and then neg
 carries the batch. A NaN that reaches the other row, or an output that has no row, got there along a dependency, however
 small its effect would be with ordinary values: NaN times zero is NaN, so weights that are zero for now hide nothing.
 What no value flows along (a choice made for the batch as a whole) shows if the other row's output changes by more than
-`TOLERANCE`; less is let pass, since kernels may sum in another order where other rows are routed elsewhere. A choice that
-comes out the same in all of these, and would not in others, stays unseen. What the block drew or wrote into buffers
-meanwhile is put back.
+`TOLERANCE`; less is let pass, since kernels may sum in another order where other rows are routed elsewhere. A choice
+that comes out the same in all of these, and would not in others, stays unseen. What the block drew or wrote into
+buffers meanwhile is put back.
 """
 
 from __future__ import annotations
