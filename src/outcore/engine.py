@@ -33,6 +33,7 @@ from outcore.model.placement import move_buffers, replace_data, wants_fp32
 from outcore.model.policies import Activations, Precision
 from outcore.model.residency import Residency
 from outcore.model.sites import DeviceSite, HostSite, Site
+from outcore.model.slices.heads import slice_loss
 from outcore.model.unit import Binding, Unit, resting
 from outcore.model.units import discover
 from outcore.optim.gradients import Gradients
@@ -177,6 +178,7 @@ class Engine:
             opened = tuple(self.units[i] for i in point.units)
             self._undo.append(PointHooks(point.module, opened, self.residency, self.backward).remove)
         self._undo += treat_blocks(self.points, self._activations, self._summed)
+        self._undo += filter(None, [slice_loss(model, self._activations)])
         self._undo.append(
             Laps(
                 model,

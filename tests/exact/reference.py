@@ -13,6 +13,7 @@ import outcore
 from exact.shapes import Batch, Shape, built
 from outcore.model.activations import treat_blocks
 from outcore.model.placement import move_buffers, replace_data
+from outcore.model.slices.heads import slice_loss
 from outcore.model.units import discover
 from outcore.optim.local import LocalBackend
 from outcore.optim.optimizer import Optimizer
@@ -159,6 +160,7 @@ def in_memory(
 
     if activations is not None:
         list(treat_blocks(discover(model)[1], activations, collect))
+        slice_loss(model, activations)
 
     def after_backward() -> None:
         for p in model.parameters():
