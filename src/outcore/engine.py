@@ -77,6 +77,7 @@ class Engine:
             raise ModelError("the model has no parameters")
         self._undo: list[Any] = []
         self.ledger = Ledger(budget={"host": limits.host})
+        self._activations = activations
         self.units = self._build_units(site, chunk_bytes)
         found = needs(self.units, self.points, activations.microbatch is not None)
         check(found, limits.host, sum(disk.nbytes for disk in limits.disk), limits.device)
@@ -107,13 +108,13 @@ class Engine:
         )
         self.backward = BackwardPass(self.residency, self.stage.gradients_complete)
         self._resting: dict[int, str] = {}
-        self._activations = activations
 
     # -- construction -----------------------------------------------------------------------------
 
     def _build_units(self, site: Site, chunk_bytes: int) -> list[Unit]:
         trained = self._numbers()
         keep = wants_fp32(self.model)
+        sums = self._activations.microbatch is not None
         units = []
         for index, plan in enumerate(self.plans):
             entries, found = [], {}
@@ -130,7 +131,7 @@ class Engine:
                     assert self.rule is not None
                     types = self.rule.planes(run.dtype, master_kind(self.rule, run.dtype))
                     planes = tuple((plane.name, plane.dtype) for plane in types)
-                store = build(plan.name, run, planes, site.span(run), site.working())
+                store = build(plan.name, run, planes, site.span(run), site.working(), sums)
                 site.settle(run, store)
                 stores.append(store)
                 for slot in run.slots:

@@ -64,8 +64,8 @@ def train(
         int | None,
         typer.Option(
             metavar="N",
-            help="Sequences of a slice: recomputed blocks, and the head with its loss, run each batch in slices, so that "
-            "what streams is fetched once for the whole batch. By default a batch is run as one.",
+            help="Sequences of a slice: recomputed blocks, and the head with its loss, run each batch in slices, so "
+            "that what streams is fetched once for the whole batch. By default a batch is run as one.",
         ),
     ] = None,
     seed: options.Seed = 0,
