@@ -279,11 +279,13 @@ def test_autocast_is_as_it_was() -> None:
     module, x = Around(torch.tanh), rows().requires_grad_()
     seen = []
     module.function = lambda y: seen.append(y.dtype) or y.float()
-    sliced(module)
+    sums = sliced(module)
     with torch.autocast("cpu", torch.bfloat16):
         output = module(x)
-    output.sum().backward()
+        again = module(x)
+    (output + again).sum().backward()
     assert set(seen) == {torch.bfloat16}
+    assert all(bool(sums[p].any()) for p in module.parameters())
 
 
 def test_two_backwards_through_one_graph() -> None:
@@ -431,6 +433,29 @@ def test_a_block_without_a_batch_is_refused() -> None:
         module(torch.ones(()))
 
 
+def test_a_tensor_that_comes_by_another_way_is_refused() -> None:
+    """Its gradient would get lost."""
+    module, other = Around(torch.tanh), rows(1).requires_grad_()
+    sliced(module)
+    for hidden in (other, other * 2):
+        module.function = lambda x, hidden=hidden: x * hidden
+        with pytest.raises(
+            ModelError, match=r"the\.block uses a tensor that needs gradients and is none of its arg"
+        ):
+            module(rows())
+        module.function = lambda x, hidden=hidden: x * hidden.detach()
+        module(rows()).sum().backward()
+
+
+def test_the_first_call_may_be_in_inference_mode() -> None:
+    module, x = Around(torch.tanh), rows()
+    expected = module(x).detach()
+    sliced(module)
+    with torch.inference_mode():
+        torch.testing.assert_close(module(rows()), expected)
+    module(x).sum().backward()
+
+
 def test_containers_that_are_not_rebuilt_are_refused() -> None:
     output = hf.modeling_outputs.BaseModelOutput
     module = Around(lambda x, other=None: output(last_hidden_state=x))
@@ -492,6 +517,45 @@ def test_shapes_that_mix_are_refused_when_offloaded(name: str) -> None:
     with pytest.raises(ModelError, match=f"the block {first}"):
         model(**shape.batch(0))
     outcore.release(model)
+
+
+def test_a_backward_that_raises_within_a_slice_leaves_nothing_behind() -> None:
+    """The third gradient of a parameter, in the second block's third slice, raises: the next step is as ever."""
+    losses = []
+    for fails in (False, True):
+        model = built(SHAPES[0])
+        optimizer = outcore.AdamW(model.parameters(), lr=1e-2)
+        count = 0
+
+        def fail(gradient: torch.Tensor) -> None:
+            nonlocal count
+            count += 1
+            if count == 3:
+                raise KeyError("planted")
+
+        outcore.offload(
+            model,
+            optimizer,
+            budget=outcore.Budget(host="1GiB"),
+            device="cpu",
+            activations=outcore.Activations("recompute", microbatch=1),
+        )
+        batch = SHAPES[0].batch(0)
+        if fails:
+            handle = model.blocks[1].up.weight.register_hook(fail)
+            with pytest.raises(KeyError, match="planted"):
+                model(**batch).float().square().mean().backward()
+            assert count == 3
+            handle.remove()
+            optimizer.zero_grad()
+        for _ in range(3):
+            loss = model(**batch).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        outcore.release(model)
+    assert losses[:3] == losses[3:]
 
 
 def test_double_backward_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ import outcore
 from exact.devices import Device
 from exact.families import FAMILIES
 from exact.reference import Loop, Result, in_memory, offloaded
-from exact.shapes import SHAPES, Batch, Block, Shape
+from exact.shapes import SHAPES, Batch, Block, Shape, built
 from exact.test_matrix import adamw
+from outcore.engine import engine_of
+from outcore.errors import BudgetError
 
 MIXING = {"dicts", "experts", "convolutions"}
 SLICED = [shape for shape in SHAPES + FAMILIES if shape.name not in MIXING]
@@ -179,3 +182,31 @@ def test_a_unit_is_fetched_once_for_all_slices(tmp_path: Path) -> None:
         )
         moved[name] = dict(before[0].moved)
     assert moved["micro-batches"]["disk read"] > 3 * moved["slices"]["disk read"]
+
+
+@pytest.mark.emulated
+def test_sums_land_in_page_locked_memory(emu: ModuleType, tmp_path: Path) -> None:
+    """Where they didn't, the copy down would block the thread that computes."""
+    model = built(SHAPES[0])
+    budget = outcore.Budget(device="12MiB", host="20MiB", disk=tmp_path)
+    outcore.offload(model, adamw(model.parameters()), device="emu", budget=budget, activations=slices(1))
+    for unit in engine_of(model).units:
+        for store in unit.stores:
+            for total, gradient in zip(store.totals, store.gradients, strict=True):
+                assert type(total.region) is type(gradient.region)
+    outcore.release(model)
+
+
+@pytest.mark.emulated
+def test_the_least_device_holds_sums(emu: ModuleType, tmp_path: Path) -> None:
+    """Gradients in fp32 are counted before the first step: slices ask for more of a device than recomputation does."""
+    needed = {}
+    for name, activations in (("slices", slices(1)), ("whole", outcore.Activations("recompute"))):
+        model = built(SHAPES[0])
+        budget = outcore.Budget(device=100_000, host="20MiB", disk=tmp_path)
+        with pytest.raises(BudgetError) as refused:
+            outcore.offload(
+                model, adamw(model.parameters()), device="emu", budget=budget, activations=activations
+            )
+        needed[name] = refused.value.needed
+    assert needed["slices"] > needed["whole"]

@@ -34,6 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from outcore.errors import ModelError
+from outcore.model.graph import next_sequence_number, reaches_beyond
 from outcore.model.slices.cut import Arguments, arguments_of, has_cache
 from outcore.model.slices.probe import (
     Layout,
@@ -159,7 +160,7 @@ class _Call:
         return put_together(self.skeleton, wholes)
 
     def forward(
-        self, arguments: Arguments, needed: Sequence[bool]
+        self, arguments: Arguments, needed: Sequence[bool], parameters: Sequence[nn.Parameter]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The outputs, and those of them that have no gradient.
 
@@ -171,8 +172,14 @@ class _Call:
         versions = [t._version for t in arguments.tensors]
         for start, stop in arguments.slices(self.block.rows):
             self._draws.append(Draws.now(self.device, self._draws[-1] if self._draws else None))
-            with torch.enable_grad(), saved_tensors_hooks(_forget, _forgotten):
-                tensors = self._run(_leaves(arguments.pieces(start, stop), needed))
+            leaves, first = _leaves(arguments.pieces(start, stop), needed), next_sequence_number()
+            with torch.enable_grad(), saved_tensors_hooks(_forget, _forgotten), self._autocast.again():
+                tensors = self._run(leaves)
+            if start == 0 and reaches_beyond(tensors, first, [*leaves, *parameters]):
+                raise ModelError(
+                    f"the block {self.block.name} uses a tensor that needs gradients and is none of its arguments, so "
+                    "it can't run in slices: pass the tensor to it, or leave microbatch out"
+                )
             self._gather(wholes, tensors, start, stop)
             differentiable.update(k for k, tensor in enumerate(tensors) if tensor.requires_grad)
             del tensors
@@ -280,7 +287,7 @@ class _Slices(torch.autograd.Function):
         ctx.needed = ctx.needs_input_grad[2 : 2 + count]
         ctx.parameters = tensors[count:]
         ctx.save_for_backward(*tensors[:count])
-        wholes, constant = call.forward(arguments, ctx.needed)
+        wholes, constant = call.forward(arguments, ctx.needed, ctx.parameters)
         ctx.mark_non_differentiable(*constant)
         ctx.set_materialize_grads(False)
         return tuple(wholes)

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from outcore.errors import ModelError
 from outcore.model.slices.cut import Arguments
-from outcore.model.slices.surroundings import draws_kept
+from outcore.model.slices.surroundings import Autocast, draws_kept
 from outcore.model.trees import others_of, take_apart, tensors_of
 
 TOLERANCE = 0.05
@@ -88,7 +88,7 @@ def examine(
     """
     buffers = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers()]
     try:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             ordinary = _run(block, function, arguments, None, 1.0)
             layout = tuple(t.dim() > 0 and t.shape[0] == 2 for t in ordinary)
             if not all(map(_finite, ordinary)):
@@ -121,7 +121,7 @@ def _run(
             copy[row] *= factor
         pieces.append(copy)
     versions = [piece._version for piece in pieces]
-    with draws_kept(arguments.device):
+    with draws_kept(arguments.device), Autocast.now(arguments.device).again():
         _, tensors = outputs_of(block, arguments.call(function, pieces))
     if [piece._version for piece in pieces] != versions:
         raise changes_its_input(block)

@@ -56,26 +56,24 @@ def draws_kept(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Autocast:
-    """The state of autocast on the host and on a device, as it was."""
+    """The state of autocast on the host and on a device, as it was, but for its cache of cast weights: that would carry
+    parts of one slice's graph into the next."""
 
-    settings: tuple[tuple[str, torch.dtype, bool, bool], ...]
+    settings: tuple[tuple[str, torch.dtype, bool], ...]
 
     @classmethod
     def now(cls, device: torch.device) -> Autocast:
         kinds = [
             kind for kind in dict.fromkeys(("cpu", device.type)) if torch.amp.is_autocast_available(kind)
         ]
-        cached = torch.is_autocast_cache_enabled()
-        return cls(
-            tuple((k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k), cached) for k in kinds)
-        )
+        return cls(tuple((k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in kinds))
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Inside, autocast is as it was."""
         with ExitStack() as stack:
-            for kind, dtype, enabled, cached in self.settings:
-                stack.enter_context(torch.autocast(kind, dtype, enabled, cached))
+            for kind, dtype, enabled in self.settings:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
             yield
 
 
