@@ -9,7 +9,7 @@ kind are called vertical.)
 [Note: What slices equal]
 Each slice is computed as a micro-batch of those rows is: the same operators on the same shapes, so the same bits. A
 parameter's gradients over the slices of a pass are summed in fp32, in the order of the rows, and their sum is one
-contribution to the step (see [Note: Gradient width] in `outcore.optim.gradients`). From the same gradients of its
+contribution to the step (`outcore.optim.gradients` tells of their width). From the same gradients of its
 outputs, a block so gets in one pass, to the bit, what accumulation over separate micro-batches gives it. What remains
 different is outside: a loss over the batch is not the mean of losses over micro-batches to the last bit, embeddings
 and norms around the blocks see the batch whole, and arguments without rows that need gradients (a position bias made by
