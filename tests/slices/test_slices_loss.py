@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 import outcore
 from exact.families import bert, gpt2, llama, t5, vit
 from outcore.engine import engine_of
-from outcore.errors import ModelError
+from outcore.errors import ModelError, StateError
 from outcore.model.slices.heads import KNOWN, slice_loss, slices_loss
 from outcore.model.slices.loss import summed_cross_entropy
 
@@ -248,3 +249,17 @@ def test_full_logits_never_exist() -> None:
 def test_microbatch_slices_the_loss_too(tmp_path: Path) -> None:
     """By default a slice of the loss has as many positions as a micro-batch."""
     assert peak(wide, 8, 64, 6000, microbatch=1) < peak(wide, 8, 64, 6000) / 4
+
+
+def test_an_offloaded_model_is_refused_as_ever_when_copied() -> None:
+    model = made(gpt2)
+    outcore.offload(
+        model,
+        budget=outcore.Budget(host="1GiB"),
+        device="cpu",
+        activations=outcore.Activations("recompute", microbatch=1),
+    )
+    with pytest.raises(StateError, match="can't be copied or pickled"):
+        copy.deepcopy(model)
+    outcore.release(model)
+    assert slices_loss(model)  # nothing of ours is left

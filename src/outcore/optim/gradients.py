@@ -4,7 +4,8 @@
 The first contribution of a step is kept as backward made it, in the parameter's dtype: nothing is
 gained by widening it. With a second contribution (gradient accumulation) the chunk is widened to fp32 and
 stays so until the update, so that bf16 sums don't lose small terms. A contribution that is a sum itself, over
-the slices of a pass (`outcore.model.slices.block`), comes in fp32 and widens the chunk at once. The result depends on the order of backward passes alone, never on where a chunk lies.
+the slices of a pass (`outcore.model.slices.block`), comes in fp32 and widens the chunk at once. The result
+depends on the order of backward passes alone, never on where a chunk lies.
 
 [Note: Norm]
 Each time a chunk is complete, float64 sums of squares are taken for each block of `BLOCK` elements, while

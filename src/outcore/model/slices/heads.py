@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from outcore.errors import ModelError
+from outcore.errors import ModelError, StateError
 from outcore.model.policies import Activations
 from outcore.model.slices.loss import summed_cross_entropy
 
@@ -116,7 +116,9 @@ class _SlicedLoss:
             del self._model._loss_function
 
     def __reduce__(self) -> Any:
-        raise ModelError("a model whose loss runs in slices can't be copied or pickled: release it first")
+        raise StateError(
+            "an offloaded model can't be copied or pickled, its parameters are elsewhere: use outcore.weights(model)"
+        )
 
     # -- around the model -------------------------------------------------------------------------
 
