@@ -23,6 +23,7 @@ from outcore.checkpoint.interrupts import Interrupts
 from outcore.checkpoint.load import load
 from outcore.checkpoint.reader import verify
 from outcore.checkpoint.save import save
+from outcore.checkpoint.saving import Saving
 from outcore.checkpoint.series import Checkpoints
 from outcore.engine import gather, offload, release, snapshot, weights
 from outcore.memory.budget import Budget
@@ -49,6 +50,7 @@ __all__ = [
     "Lion",
     "Optimizer",
     "Precision",
+    "Saving",
     "Snapshot",
     "export",
     "first_nonfinite",

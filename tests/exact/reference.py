@@ -12,9 +12,9 @@ from torch import nn
 import outcore
 from exact.shapes import Batch, Shape, built
 from outcore.model.placement import move_buffers, replace_data
+from outcore.optim.due import Due
 from outcore.optim.local import LocalBackend
 from outcore.optim.optimizer import Optimizer
-from outcore.optim.pipeline import Due
 
 MakeOptimizer = Callable[[Any], Optimizer]
 
