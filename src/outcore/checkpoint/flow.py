@@ -42,6 +42,9 @@ class Flow:
         values: where each parameter goes, by name.
         moments: where its moments go.
         pending: the updates that come before the save and were not done when it began.
+
+    Attributes:
+        failed: what kept a chunk from being written to its end; nothing is written after that.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Flow:
             for store in unit.stores
         }
         self._stopped = False
+        self.failed: BaseException | None = None
 
     def precedes(self, update: Update) -> bool:
         """Whether an update belongs to what is saved: then it comes before its chunk is written."""
@@ -78,8 +82,9 @@ class Flow:
     def left(self) -> Iterator[tuple[RunStore, int]]:
         """The first chunk of each run that is not written, in the order of updates."""
         for lane in self._lanes.values():
-            if lane.next < lane.store.run.chunks and not self._stopped:
-                yield lane.store, lane.next
+            k = lane.next
+            if k < lane.store.run.chunks and not self._stopped:
+                yield lane.store, k
 
     def can_write(self, store: RunStore, k: int) -> bool:
         """Whether a chunk is as it is to be saved."""
@@ -96,7 +101,12 @@ class Flow:
         with lane.lock:
             if lane.next != k or self._stopped:
                 return
-            states.read_chunk(store, k, lane.of, self._rule, self._values, self._moments)
+            try:
+                states.read_chunk(store, k, lane.of, self._rule, self._values, self._moments)
+            except BaseException as error:  # what was written in part is not begun again by the next to come
+                self.failed = error
+                self._stopped = True
+                raise
             lane.next = k + 1
 
     def stop(self) -> None:

@@ -165,6 +165,8 @@ class Saving:
         assert job is not None
         try:
             stream()
+            if job.flow.failed is not None:  # whose thread may not have come to say so yet
+                self._give_up(job.flow.failed)
             if self._error is None:
                 job.writer.finish(job.manifest)
                 job.folder.close()

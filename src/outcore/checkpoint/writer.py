@@ -148,6 +148,7 @@ class Writer:
             DiskFullError, DiskWriteError: the system refused.
             UsageError: the manifest would be too large.
         """
+        assert all(piece.digest for file in self._planned for piece in file.pieces), "a tensor is not written"
         data = write(manifest)
         if len(data) > LIMIT:
             raise UsageError(
