@@ -1,19 +1,17 @@
 """What saving costs: how long it keeps the loop, and what a run that saves every so many steps loses.
 
     python benchmarks/saving.py [--model gpt2] [--rounds 5] [--json FILE]
-    python benchmarks/saving.py --every 10 [--steps 10] [--host-memory 1GiB] ...
+    python benchmarks/saving.py --every 10 [--waited] [--host-memory 1GiB] ...
 
-The first form times, in turns, a save that is waited for and the blocking part of one that is not, each after a step
-whose updates are done; and, for comparison with what writing the same bytes costs at all, a plain copy with fsync. The
-second one takes rounds of steps in turns, with a save after the last step of a round or without, and compares
-their times; what is left of a save when the next round begins is part of its time.
+The first form times, in turns, a save that is waited for (after a step whose updates are done) and the blocking part of
+one that is not (right after a step). The second takes rounds of steps in turns, with a save at the beginning or
+without, and compares their times; waiting at the end of a round for what is left of the save is part of its time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -70,16 +68,6 @@ class Run:
     def nbytes(self) -> int:
         return sum(file.stat().st_size for file in self._place.iterdir())
 
-    def copy(self) -> None:
-        """Write as many bytes as a save has, and make them durable."""
-        block = memoryview(bytes(8 << 20))
-        with open(self._folder / "copy", "wb", buffering=0) as file:
-            left = self.nbytes
-            while left > 0:
-                left -= file.write(block[: min(left, len(block))])
-            os.fsync(file.fileno())
-        (self._folder / "copy").unlink()
-
 
 def timed(act: Callable[[], object]) -> float:
     start = time.perf_counter()
@@ -88,13 +76,12 @@ def timed(act: Callable[[], object]) -> float:
 
 
 def blocking(run: Run, rounds: int) -> dict[str, Any]:
-    """Medians of a save's time, waited for and not, settled and right after a step."""
-    found: dict[str, list[float]] = {"waited for": [], "beside": [], "until committed": [], "copy": []}
+    """Medians of a save's time, waited for and not, in turns."""
+    found: dict[str, list[float]] = {"waited for": [], "beside": [], "until committed": []}
     for _ in range(rounds):
         run.step()
         engine_of(run.model).settle()
         found["waited for"].append(timed(lambda: run.save(True)))
-        found["copy"].append(timed(run.copy))
         run.step()
         run.remove()
         saves: list[outcore.Saving] = []
@@ -113,8 +100,8 @@ def blocking(run: Run, rounds: int) -> dict[str, Any]:
 
 
 def overhead(run: Run, rounds: int, every: int, wait: bool) -> dict[str, Any]:
-    """What a save after each ``every`` steps adds, from rounds of steps in turns."""
-    found: dict[str, list[float]] = {"without": [], "with": []}
+    """What a save after each ``every`` steps adds, from rounds of steps in turns: wall clock and the process's CPU."""
+    found: dict[str, list[tuple[float, float]]] = {"without": [], "with": []}
 
     def steps() -> None:
         for _ in range(every):
@@ -126,17 +113,19 @@ def overhead(run: Run, rounds: int, every: int, wait: bool) -> dict[str, Any]:
         saving.wait()
 
     for _ in range(rounds):
-        engine_of(run.model).settle()
-        found["without"].append(timed(steps))
-        engine_of(run.model).settle()
-        found["with"].append(timed(with_save))
-    medians = {name: statistics.median(times) for name, times in found.items()}
-    pairs = [w / wo - 1 for w, wo in zip(found["with"], found["without"], strict=True)]
+        for name, act in (("without", steps), ("with", with_save)):
+            engine_of(run.model).settle()
+            run.remove()
+            cpu = time.process_time()
+            found[name].append((timed(act), time.process_time() - cpu))
+            print(name, *(f"{seconds:.2f}" for seconds in found[name][-1]), file=sys.stderr, flush=True)
+    medians = {
+        name: [statistics.median(times) for times in zip(*all_, strict=True)] for name, all_ in found.items()
+    }
     return {
         "seconds": medians,
         "all": found,
-        "overhead": medians["with"] / medians["without"] - 1,
-        "pairs": pairs,
+        "overhead": [w / wo - 1 for w, wo in zip(medians["with"], medians["without"], strict=True)],
     }
 
 
@@ -173,4 +162,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from checkpoint.test_resume import OPTIMIZERS
 from exact.devices import Device
 from exact.families import FAMILIES
 from exact.reference import Result
-from exact.shapes import SHAPES, Shape
+from exact.shapes import SHAPES, Shape, built
 from outcore.checkpoint import files as seam
 from outcore.checkpoint import pieces
 from outcore.checkpoint.files import Files
@@ -296,10 +298,25 @@ def test_a_series_waits_for_its_newest(gate: Gate, tmp_path: Path) -> None:
         checkpoints.wait()
 
 
-def test_no_thread_stays_and_the_model_can_be_dropped(tmp_path: Path) -> None:
-    import gc
-    import weakref
+@pytest.mark.filterwarnings("error")
+def test_the_save_of_a_model_that_is_dropped_is_committed(tmp_path: Path) -> None:
+    shape = STACK
+    model = built(shape, 7)
+    optimizer = adamw(model.parameters())
+    outcore.offload(model, optimizer, budget=outcore.Budget(host="1GiB"))
+    train(model, optimizer, shape, range(1))
+    saving = outcore.save(tmp_path / "one", model, optimizer, wait=False)
+    engine = weakref.ref(engine_of(model))
+    del model, optimizer
+    deadline = time.monotonic() + 30
+    while engine() is not None and time.monotonic() < deadline:
+        gc.collect()
+    assert saving.done
+    assert engine() is None
+    outcore.verify(tmp_path / "one")
 
+
+def test_no_thread_stays_and_the_model_can_be_dropped(tmp_path: Path) -> None:
     with offloaded(STACK) as (model, optimizer):
         saving = outcore.save(tmp_path / "one", model, optimizer, wait=False)
         saving.wait()

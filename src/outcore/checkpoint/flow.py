@@ -109,6 +109,11 @@ class Flow:
                 raise
             lane.next = k + 1
 
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing is written any more."""
+        return self._stopped
+
     def stop(self) -> None:
         """Write nothing any more."""
         self._stopped = True

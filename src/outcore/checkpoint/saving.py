@@ -203,7 +203,7 @@ class Saving:
         job = self._job
         return (
             job is None
-            or self._error is not None
+            or job.flow.stopped
             or job.flow.precedes(update)
             or job.flow.next(update.store) >= update.k
         )
