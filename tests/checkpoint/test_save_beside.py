@@ -36,6 +36,7 @@ from exact.reference import Result
 from exact.shapes import SHAPES, Shape, built
 from outcore.checkpoint import files as seam
 from outcore.checkpoint import pieces
+from outcore.checkpoint import saving as saving_module
 from outcore.checkpoint.files import Files
 from outcore.checkpoint.saving import Saving
 from outcore.engine import engine_of
@@ -296,6 +297,31 @@ def test_a_series_waits_for_its_newest(gate: Gate, tmp_path: Path) -> None:
         assert checkpoints.steps() == [2]
         assert checkpoints.latest() == tmp_path / "step-2"
         checkpoints.wait()
+
+
+@pytest.mark.parametrize("patience", [0.0, 3600.0])
+def test_a_save_ends_by_itself_where_no_step_follows(
+    patience: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not on the host is read after a while, and not before."""
+    monkeypatch.setattr(saving_module, "PATIENCE", patience)
+    with offloaded(
+        STACK, **TIGHT.settings(tmp_path) | {"budget": outcore.Budget(host="4MiB", disk=tmp_path)}
+    ) as (
+        model,
+        optimizer,
+    ):
+        train(model, optimizer, STACK, range(4))
+        engine_of(model).settle()
+        engine_of(model).pool.quiesce()
+        before = outcore.snapshot(model).moved["disk read"]
+        saving = outcore.save(tmp_path / "one", model, optimizer, wait=False)
+        deadline = time.monotonic() + (20 if patience == 0 else 1.5)
+        while not saving.done and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert saving.done == (patience == 0)
+        assert (outcore.snapshot(model).moved["disk read"] > before) == (patience == 0)
+    outcore.verify(tmp_path / "one")
 
 
 @pytest.mark.filterwarnings("error")

@@ -2,16 +2,19 @@
 
 [Note: Saving beside training]
 `outcore.save` writes what is small (buffers, tensors of ``extra``, random number states) before it returns; what is
-large lies in chunks, and only updates change chunks. A thread takes those that are as the step left them, first the
-ones that are on the host, and only where there is room that training has no use for sooner; [Note: Copy before
-write] in `outcore.optim.pipeline` says what happens to the others. The thread commits when all is written. It makes
-the files durable too: training writes at most into the page cache. What goes wrong gives the save up, and is
-raised where the run next comes by: at the next step, save, `wait` or `release`.
+large lies in chunks, and only updates change chunks. A thread takes those that are as the step left them and on the
+host. The others are brought there by the next step's updates and handed over then ([Note: Copy before write] in
+`outcore.optim.pipeline`): reading them for the save as well would cost as much again as writing it does. Only what
+is not trained, and what no update has come for in `PATIENCE` (the run may be evaluating for an hour), does the thread
+read by itself, and only where there is room that training has no use for sooner. The thread commits when all is
+written. It makes the files durable too: training writes at most into the page cache. What goes wrong gives the save
+up, and is raised where the run next comes by: at the next step, save, `wait` or `release`.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -30,7 +33,10 @@ from outcore.optim.due import Update
 from outcore.optim.preserver import Nobody
 
 WATCH = 0.5
-"""Seconds after which the thread looks by itself whether an update is done."""
+"""Seconds after which the thread looks by itself whether there is something to write."""
+
+PATIENCE = 10.0
+"""Seconds without anything to write on the host after which the thread reads what it has yet to write."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +139,15 @@ class Saving:
         """Write what is left, beside the training thread."""
         job = self._job
         assert job is not None
+        found_here = time.monotonic()
         while next(job.flow.left(), None) is not None:
             with self._changed:
-                found = self._choose(job.flow)
+                found, here = self._choose(job.flow)
+                now = time.monotonic()
+                if here:
+                    found_here = now
+                elif found is not None and found[0].run.trained and now - found_here < PATIENCE:
+                    found = None
                 if found is None:
                     self._changed.wait(WATCH)
                     continue
@@ -151,11 +163,14 @@ class Saving:
             with guard:
                 job.flow.write(store, k)
 
-    def _choose(self, flow: Flow) -> tuple[RunStore, int] | None:
-        """The chunk to write next: one that is on the host, else the one that is updated soonest."""
+    def _choose(self, flow: Flow) -> tuple[tuple[RunStore, int] | None, bool]:
+        """The chunk to write next, and whether it is on the host; else one that no update will bring."""
         found = [place for place in flow.left() if flow.can_write(*place)]
-        here = (place for place in found if all(chunk.on_host for chunk in chunks_of(*place)))
-        return next(here, found[0] if found else None)
+        for place in found:
+            if all(chunk.on_host for chunk in chunks_of(*place)):
+                return place, True
+        frozen = (place for place in found if not place[0].run.trained)
+        return next(frozen, found[0] if found else None), False
 
     # -- the end ------------------------------------------------------------------------------------
 
