@@ -3,7 +3,7 @@
 [Note: Saving beside training]
 `outcore.save` writes what is small (buffers, tensors of ``extra``, random number states) before it returns; what is
 large lies in chunks, and only updates change chunks. A thread takes those that are as the step left them and on the
-host. The others are brought there by the next step's updates and handed over then ([Note: Copy before write] in
+host. The others are brought there by the next step's updates and handed over then (copy before write, a note in
 `outcore.optim.pipeline`): reading them for the save as well would cost as much again as writing it does. Only what
 is not trained, and what no update has come for in `PATIENCE` (the run may be evaluating for an hour), does the thread
 read by itself, and only where there is room that training has no use for sooner. The thread commits when all is
