@@ -36,11 +36,13 @@ from outcore.model.sites import DeviceSite, HostSite, Site
 from outcore.model.slices.heads import slice_loss
 from outcore.model.unit import Binding, Unit, resting
 from outcore.model.units import discover
+from outcore.optim.due import Due
 from outcore.optim.gradients import Gradients
 from outcore.optim.kernels import GradTransform, Rule, workers
 from outcore.optim.optimizer import Optimizer
-from outcore.optim.pipeline import Due, NoUpdates, Pipeline, Updates, master_kind
+from outcore.optim.pipeline import Pipeline, master_kind
 from outcore.optim.scaling import LossScale
+from outcore.optim.updates import NoUpdates, Updates
 from outcore.planning.minimum import check, needs
 from outcore.trace.clock import Clock
 from outcore.trace.schedule import Schedule
@@ -269,6 +271,7 @@ class Engine:
     # -- the optimizer's backend ------------------------------------------------------------------
 
     def sum_of_squares(self, transform: GradTransform) -> float:
+        self.updates.preserver.report()  # before the step changes anything
         self.stage.synchronize()
         return self.gradients.sum_of_squares(transform)
 
@@ -309,6 +312,7 @@ class Engine:
 
     def begin_restore(self) -> None:
         """All parameters and states are about to be replaced: drop what was derived from the old ones."""
+        self.updates.preserver.finish()
         self.settle()
         self.clear()
         for unit in self.units:
@@ -475,7 +479,7 @@ def snapshot(model: nn.Module) -> Snapshot:
 
 
 def release(model: nn.Module) -> None:
-    """Close files and threads and give all memory back.
+    """Close files and threads and give all memory back. A save under way is committed first.
 
     The model's parameters have no values afterwards: calling it raises `StateError`, and only `offload` with
     ``weights`` brings it back.
@@ -483,8 +487,12 @@ def release(model: nn.Module) -> None:
     reference = _engines.pop(model, None)
     engine = None if reference is None else reference()
     if engine is not None:
-        engine.shut()
-        _released[model] = model.register_forward_pre_hook(_refuse_released)
+        try:
+            engine.updates.preserver.finish()
+        finally:
+            engine.shut()
+            _released[model] = model.register_forward_pre_hook(_refuse_released)
+        engine.updates.preserver.report()
 
 
 def _refuse_released(module: nn.Module, args: Any) -> None:

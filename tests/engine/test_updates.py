@@ -16,7 +16,8 @@ from engine.twin import Run, adamw, floats, same, small
 from outcore.engine import Engine, engine_of
 from outcore.errors import TierError
 from outcore.memory.disk import DiskTier
-from outcore.optim.pipeline import Pipeline, Update
+from outcore.optim.due import Update
+from outcore.optim.pipeline import Pipeline
 
 
 def offloaded(

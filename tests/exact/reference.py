@@ -15,9 +15,9 @@ from outcore.model.activations import treat_blocks
 from outcore.model.placement import move_buffers, replace_data
 from outcore.model.slices.heads import slice_loss
 from outcore.model.units import discover
+from outcore.optim.due import Due
 from outcore.optim.local import LocalBackend
 from outcore.optim.optimizer import Optimizer
-from outcore.optim.pipeline import Due
 
 MakeOptimizer = Callable[[Any], Optimizer]
 

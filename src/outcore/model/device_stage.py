@@ -25,7 +25,7 @@ from outcore.memory.ledger import Ledger
 from outcore.model.descent import Descent
 from outcore.model.stage import view
 from outcore.model.unit import Binding, Unit
-from outcore.optim.pipeline import Updates
+from outcore.optim.updates import Updates
 from outcore.trace.clock import Clock
 
 AHEAD = 6
