@@ -79,6 +79,8 @@ class Pipeline:
     def begin(self, due: Due) -> None:
         """Take over the gradients of a step. Those of the step before are done first."""
         self.finish()
+        if self._thread is not None:
+            self._thread.join()  # now: later it would find work, and wait for room that nobody makes meanwhile
         collected = self._gradients.take()
         found: dict[RunStore, list[Update]] = {}
         for store in self._stores:

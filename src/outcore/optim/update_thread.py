@@ -29,8 +29,8 @@ class UpdateThread:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Work on what the pipeline has now."""
-        self.join()
+        """Work on what the pipeline has now. The thread before has been joined."""
+        assert self._thread is None
         self._thread = threading.Thread(
             target=_work, args=(self._pipeline, self._pool, self._clock), name="outcore-update", daemon=True
         )
