@@ -1,10 +1,15 @@
 """Fixtures shared by all tests."""
 
+import signal
+
 import pytest
 
 from emulated import accelerator
 from emulated.fixtures import emu
 from exact.devices import device
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 __all__ = ["device", "emu"]
 

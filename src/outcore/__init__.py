@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from outcore.checkpoint.load import load
     from outcore.checkpoint.reader import verify
     from outcore.checkpoint.save import save
+    from outcore.checkpoint.saving import Saving
     from outcore.checkpoint.series import Checkpoints
     from outcore.engine import gather, offload, release, snapshot, weights
     from outcore.memory.budget import Budget
@@ -58,6 +59,7 @@ __all__ = [
     "Optimizer",
     "Plan",
     "Precision",
+    "Saving",
     "Snapshot",
     "export",
     "first_nonfinite",
@@ -91,6 +93,7 @@ _HOMES = {
     "Optimizer": "outcore.optim.optimizer",
     "Plan": "outcore.planning.plan",
     "Precision": "outcore.model.policies",
+    "Saving": "outcore.checkpoint.saving",
     "Snapshot": "outcore.memory.ledger",
     "export": "outcore.checkpoint.export",
     "first_nonfinite": "outcore.report.health",

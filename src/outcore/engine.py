@@ -24,7 +24,7 @@ from outcore.memory.host import PAGE
 from outcore.memory.ledger import Ledger, Snapshot
 from outcore.memory.sizes import parse_size
 from outcore.model import weights as weights_of
-from outcore.model.activations import recompute, recomputes_itself
+from outcore.model.activations import treat_blocks
 from outcore.model.backward import BackwardPass
 from outcore.model.directory import Directory
 from outcore.model.hooks import PointHooks
@@ -33,13 +33,16 @@ from outcore.model.placement import move_buffers, replace_data, wants_fp32
 from outcore.model.policies import Activations, Precision
 from outcore.model.residency import Residency
 from outcore.model.sites import DeviceSite, HostSite, Site
+from outcore.model.slices.heads import slice_loss
 from outcore.model.unit import Binding, Unit, resting
 from outcore.model.units import discover
+from outcore.optim.due import Due
 from outcore.optim.gradients import Gradients
 from outcore.optim.kernels import GradTransform, Rule, workers
 from outcore.optim.optimizer import Optimizer
-from outcore.optim.pipeline import Due, NoUpdates, Pipeline, Updates, master_kind
+from outcore.optim.pipeline import Pipeline, master_kind
 from outcore.optim.scaling import LossScale
+from outcore.optim.updates import NoUpdates, Updates
 from outcore.planning.minimum import check, needs
 from outcore.trace.clock import Clock
 from outcore.trace.schedule import Schedule
@@ -76,8 +79,9 @@ class Engine:
             raise ModelError("the model has no parameters")
         self._undo: list[Any] = []
         self.ledger = Ledger(budget={"host": limits.host})
+        self._activations = activations
         self.units = self._build_units(site, chunk_bytes)
-        found = needs(self.units, self.points)
+        found = needs(self.units, self.points, activations.microbatch is not None)
         check(found, limits.host, sum(disk.nbytes for disk in limits.disk), limits.device)
         if limits.disk:
             self.ledger.budget["disk"] = sum(disk.nbytes for disk in limits.disk)
@@ -106,13 +110,13 @@ class Engine:
         )
         self.backward = BackwardPass(self.residency, self.stage.gradients_complete)
         self._resting: dict[int, str] = {}
-        self._activations = activations
 
     # -- construction -----------------------------------------------------------------------------
 
     def _build_units(self, site: Site, chunk_bytes: int) -> list[Unit]:
         trained = self._numbers()
         keep = wants_fp32(self.model)
+        sums = self._activations.microbatch is not None
         units = []
         for index, plan in enumerate(self.plans):
             entries, found = [], {}
@@ -129,7 +133,7 @@ class Engine:
                     assert self.rule is not None
                     types = self.rule.planes(run.dtype, master_kind(self.rule, run.dtype))
                     planes = tuple((plane.name, plane.dtype) for plane in types)
-                store = build(plan.name, run, planes, site.span(run), site.working())
+                store = build(plan.name, run, planes, site.span(run), site.working(), sums)
                 site.settle(run, store)
                 stores.append(store)
                 for slot in run.slots:
@@ -173,12 +177,11 @@ class Engine:
     def attach(self) -> None:
         """Hang the hooks in and hand the optimizer its work."""
         model = self.model
-        recomputes = self._activations.blocks == "recompute"
         for point in self.points:
             opened = tuple(self.units[i] for i in point.units)
             self._undo.append(PointHooks(point.module, opened, self.residency, self.backward).remove)
-            if recomputes and point.block and not recomputes_itself(point.module):
-                self._undo.append(recompute(point.module))
+        self._undo += treat_blocks(self.points, self._activations, self._summed)
+        self._undo += filter(None, [slice_loss(model, self._activations)])
         self._undo.append(
             Laps(
                 model,
@@ -190,10 +193,10 @@ class Engine:
                 self.updates,
             ).remove
         )
-        for unit in self.units:
-            for binding in unit.bindings:
-                if binding.parameter.requires_grad:
-                    self._undo.append(self._watch(unit, binding).remove)
+        self._places = {b.parameter: (u.index, i) for u in self.units for i, b in enumerate(u.bindings)}
+        for parameter, place in self._places.items():
+            if parameter.requires_grad:
+                self._undo.append(self._watch(parameter, place).remove)
         for part in model.modules():
             self._undo.append(part.register_state_dict_pre_hook(self._refuse_state_dict).remove)
             self._undo.append(part.register_load_state_dict_pre_hook(self._refuse_loading).remove)
@@ -205,18 +208,17 @@ class Engine:
             scale = LossScale() if self.precision.compute == "fp16" else None
             self.optimizer.bind(self, scale)
 
-    def _watch(self, unit: Unit, binding: Binding) -> Any:
+    def _watch(self, parameter: nn.Parameter, place: tuple[int, int]) -> Any:
         # Python's collector doesn't see hooks that a tensor holds: they must not hold what holds the tensor.
-        engine, where = weakref.ref(self), (unit.index, unit.bindings.index(binding))
+        engine = weakref.ref(self)
 
         def accumulated(parameter: torch.Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
             found = engine()
-            if found is not None:
-                found._accumulated(*where, gradient)
+            if found is not None and gradient is not None:  # none comes from a block that hands over sums
+                found._accumulated(*place, gradient)
 
-        return binding.parameter.register_post_accumulate_grad_hook(accumulated)
+        return parameter.register_post_accumulate_grad_hook(accumulated)
 
     def _accumulated(self, number: int, place: int, gradient: torch.Tensor) -> None:
         unit = self.units[number]
@@ -226,6 +228,10 @@ class Engine:
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
             self.stage.collect(unit, binding, gradient.detach())
         self.backward.accumulated(unit, binding.slot.index)
+
+    def _summed(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """A parameter's gradient, summed over the slices of a backward pass."""
+        self._accumulated(*self._places[parameter], gradient)
 
     # -- callbacks --------------------------------------------------------------------------------
 
@@ -265,6 +271,7 @@ class Engine:
     # -- the optimizer's backend ------------------------------------------------------------------
 
     def sum_of_squares(self, transform: GradTransform) -> float:
+        self.updates.preserver.report()  # before the step changes anything
         self.stage.synchronize()
         return self.gradients.sum_of_squares(transform)
 
@@ -305,6 +312,7 @@ class Engine:
 
     def begin_restore(self) -> None:
         """All parameters and states are about to be replaced: drop what was derived from the old ones."""
+        self.updates.preserver.finish()
         self.settle()
         self.clear()
         for unit in self.units:
@@ -471,7 +479,7 @@ def snapshot(model: nn.Module) -> Snapshot:
 
 
 def release(model: nn.Module) -> None:
-    """Close files and threads and give all memory back.
+    """Close files and threads and give all memory back. A save under way is committed first.
 
     The model's parameters have no values afterwards: calling it raises `StateError`, and only `offload` with
     ``weights`` brings it back.
@@ -479,8 +487,12 @@ def release(model: nn.Module) -> None:
     reference = _engines.pop(model, None)
     engine = None if reference is None else reference()
     if engine is not None:
-        engine.shut()
-        _released[model] = model.register_forward_pre_hook(_refuse_released)
+        try:
+            engine.updates.preserver.finish()
+        finally:
+            engine.shut()
+            _released[model] = model.register_forward_pre_hook(_refuse_released)
+        engine.updates.preserver.report()
 
 
 def _refuse_released(module: nn.Module, args: Any) -> None:

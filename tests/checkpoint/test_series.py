@@ -66,6 +66,7 @@ def test_damage_leads_to_the_one_before(tmp_path: Path) -> None:
         for step in range(5):
             checkpoints.save(step, model, optimizer, extra=step)
             train(model, optimizer, STACK, range(1))
+        checkpoints.wait()
         flip(tmp_path / "step-4" / "manifest.json", 300)
         (tmp_path / "step-3" / "moments-00001.safetensors").unlink()
         assert checkpoints.latest() == tmp_path / "step-2"
@@ -74,7 +75,7 @@ def test_damage_leads_to_the_one_before(tmp_path: Path) -> None:
             assert checkpoints.restore(model, optimizer) == (1, 1)
         assert len(warned) == 3
         # the run comes by step 2 again, and the damaged one gives way; a whole one does not
-        checkpoints.save(2, model, optimizer, extra="again")
+        checkpoints.save(2, model, optimizer, extra="again", wait=True)
         assert outcore.load(tmp_path / "step-2", model, optimizer) == "again"
         with pytest.raises(UsageError, match="exists already"):
             checkpoints.save(2, model, optimizer)
@@ -84,6 +85,7 @@ def test_all_damaged(tmp_path: Path) -> None:
     checkpoints = outcore.Checkpoints(tmp_path)
     with offloaded(STACK) as (model, optimizer):
         checkpoints.save(1, model, optimizer)
+        checkpoints.wait()
         (tmp_path / "step-1" / "manifest.json").unlink()
         with pytest.warns(RuntimeWarning), pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
             checkpoints.restore(model, optimizer)

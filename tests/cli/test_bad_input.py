@@ -40,6 +40,11 @@ BAD = {
     "no batch": (("--batch-size", "0"), "--batch-size must be at least 1"),
     "a sequence without a next token": (("--seq-len", "1"), "--seq-len must be at least 2"),
     "a sequence too long": (("--seq-len", "129"), "128 positions"),
+    "no micro-batch": (("--microbatch", "0"), "--microbatch must be at least 1"),
+    "slices of what is kept": (
+        ("--microbatch", "1", "--activations", "keep"),
+        "give --activations recompute",
+    ),
     "no accumulation": (("--accumulate", "-2"), "--accumulate must be at least 1"),
     "unknown optimizer": (("--optimizer", "magic"), "unknown optimizer 'magic'"),
     "a learning rate of zero": (("--lr", "0"), "--lr must be above 0"),

@@ -185,3 +185,11 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
     assert line["loss"] is None
     assert line["grad_norm"] is None
+
+
+def test_a_batch_in_slices(tmp_path: Path) -> None:
+    """The same training up to rounding, and the plan says what runs in slices."""
+    said = train(tmp_path, "slices", "--batch-size", 4, "--microbatch", 1)
+    assert "activations: recompute in slices of 1 sequence, head and loss too" in " ".join(said.split())
+    train(tmp_path, "whole", "--batch-size", 4)
+    assert losses(tmp_path / "slices") == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)

@@ -196,6 +196,7 @@ def test_a_finished_run_has_nothing_to_do(whole: Path) -> None:
 
 OTHERS = {
     "seq-len": (("--seq-len", "16"), "--seq-len was 32 and is 16 now"),
+    "micro-batch": (("--microbatch", "1"), "--microbatch was None and is 1 now"),
     "batch size": (("--batch-size", "1"), "--batch-size was 2 and is 1 now"),
     "accumulation": (("--accumulate", "2"), "--accumulate was 1 and is 2 now"),
     "seed": (("--seed", "5"), "--seed was 0 and is 5 now"),

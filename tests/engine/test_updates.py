@@ -13,10 +13,12 @@ import torch
 
 import outcore
 from engine.twin import Run, adamw, floats, same, small
+from outcore.chunks.pool import Pool
 from outcore.engine import Engine, engine_of
 from outcore.errors import TierError
 from outcore.memory.disk import DiskTier
-from outcore.optim.pipeline import Pipeline, Update
+from outcore.optim.due import Update
+from outcore.optim.pipeline import Pipeline
 
 
 def offloaded(
@@ -203,3 +205,15 @@ def test_a_read_that_fails_on_the_thread_is_raised_where_the_model_is_used_and_c
     assert all(torch.equal(value, expected[name]) for name, value in values(model).items())
     outcore.release(model)
     outcore.release(twin)
+
+
+@pytest.mark.timeout(60)
+def test_a_thread_that_never_finds_room_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training thread does the updates itself; the thread of one step doesn't wait on for those of the next."""
+    monkeypatch.setattr(Pool, "_enter", lambda self, chunks, claim: False)
+    model, optimizer = offloaded(tmp_path)
+    for step in range(3):
+        train(model, optimizer, step)
+    outcore.release(model)

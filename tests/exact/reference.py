@@ -11,10 +11,13 @@ from torch import nn
 
 import outcore
 from exact.shapes import Batch, Shape, built
+from outcore.model.activations import treat_blocks
 from outcore.model.placement import move_buffers, replace_data
+from outcore.model.slices.heads import slice_loss
+from outcore.model.units import discover
+from outcore.optim.due import Due
 from outcore.optim.local import LocalBackend
 from outcore.optim.optimizer import Optimizer
-from outcore.optim.pipeline import Due
 
 MakeOptimizer = Callable[[Any], Optimizer]
 
@@ -128,10 +131,19 @@ def _on_host(parameter: nn.Parameter) -> nn.Parameter:
     return parameter if parameter.device.type == "cpu" else nn.Parameter(parameter.detach().cpu())
 
 
-def in_memory(shape: Shape, loop: Loop, make: MakeOptimizer, device: str = "cpu") -> Result:
+def in_memory(
+    shape: Shape,
+    loop: Loop,
+    make: MakeOptimizer,
+    device: str = "cpu",
+    activations: outcore.Activations | None = None,
+) -> Result:
     """Plain torch: a model in the compute dtype, gradients summed in fp32 from the second on, our optimizer unbound.
 
     All of the model is on ``device``.
+
+    Args:
+        activations: what blocks do; those that run in slices hand over sums, which are contributions in fp32.
     """
     model = built(shape)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[loop.precision]
@@ -143,11 +155,16 @@ def in_memory(shape: Shape, loop: Loop, make: MakeOptimizer, device: str = "cpu"
     optimizer = make([p for p in model.parameters() if p.requires_grad])
     sums: dict[nn.Parameter, torch.Tensor] = {}
 
+    def collect(p: nn.Parameter, gradient: torch.Tensor) -> None:
+        sums[p] = gradient if p not in sums else sums[p] + gradient
+
+    if activations is not None:
+        list(treat_blocks(discover(model)[1], activations, collect))
+        slice_loss(model, activations)
+
     def after_backward() -> None:
-        if loop.accumulate == 1:
-            return
         for p in model.parameters():
-            if p.grad is not None:
+            if p.grad is not None and (loop.accumulate > 1 or p in sums):
                 sums[p] = p.grad.float() if p not in sums else sums[p] + p.grad.float()
                 p.grad = None
 

@@ -153,7 +153,7 @@ def test_a_checkpoint_sees_gradients_on_their_way(
     monkeypatch.setattr(Descent, "poll", lambda self: None)  # nothing lands before it is waited for
     model, optimizer, _ = backward_only(tmp_path, host="1GiB")
     with monkeypatch.context() as patch:
-        unsynchronised("settle")(patch)
+        unsynchronised("begin")(patch)
         assert not engine_of(model).present()
         outcore.save(tmp_path / "mutated", model, optimizer)
     with pytest.raises(StateError):

@@ -114,6 +114,7 @@ def export_stored(
                     sink = _Rounding(writer.cursor(piece), piece)
                     for part in parts(reader, source):
                         sink.write(part)
+                    writer.settle()
 
         def others(folder: Path) -> None:
             _save_configs(model, target, folder)

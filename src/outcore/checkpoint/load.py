@@ -13,6 +13,7 @@ from torch import nn
 from outcore.checkpoint import rng, states
 from outcore.checkpoint.manifest import Manifest, StoredOptimizer
 from outcore.checkpoint.model import (
+    end_previous,
     engine_with,
     match_buffers,
     match_optimizer,
@@ -46,12 +47,14 @@ def load(path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Opt
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, or of another optimizer.
         ModelError: it is of another model; names the parameter.
+        DiskFullError, DiskWriteError: a save of the model that was under way failed; nothing was loaded.
         StateError: the model is not offloaded, or parameters are open.
         TierError: the system refused. Where the message says that the state is undefined, some tensors have
             been replaced and others not: load another checkpoint before going on.
     """
     engine = engine_with(model, optimizer)
     refuse_open(engine)
+    end_previous(engine)
     with opened(Path(path)) as reader:
         return Restore(engine, reader, engine.optimizer if optimizer is not None else None).run()
 

@@ -39,6 +39,16 @@ def refuse_open(engine: Engine) -> None:
         raise StateError("a checkpoint can't be loaded while parameters are open: leave outcore.gather first")
 
 
+def end_previous(engine: Engine) -> None:
+    """Wait for the save of a model that is under way, if there is one.
+
+    Raises:
+        OutcoreError: what went wrong with it, if nobody was told yet.
+    """
+    engine.updates.preserver.finish()
+    engine.updates.preserver.report()
+
+
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that belong to a model's state."""
     for prefix, module in model.named_modules():

@@ -15,6 +15,7 @@ from outcore.checkpoint import files as seam
 from outcore.checkpoint.files import Files, read_all, reading
 from outcore.checkpoint.manifest import LIMIT, NAME, Manifest, parse
 from outcore.checkpoint.pieces import Piece, digest, raw
+from outcore.checkpoint.underway import wait_for
 from outcore.checkpoint.writer import TEMPORARY
 from outcore.errors import CheckpointError
 
@@ -26,6 +27,7 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointError: there is none, it was never committed, or it is damaged.
         DiskReadError: the system refused.
     """
+    wait_for(path)
     if path.name.startswith(TEMPORARY):
         raise CheckpointError(f"{path} was never committed: it is what an interrupted save left")
     files, place = seam.SYSTEM, path / NAME

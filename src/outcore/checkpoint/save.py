@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from outcore.checkpoint import rng, states
+from outcore.checkpoint.flow import Flow
 from outcore.checkpoint.manifest import (
     Manifest,
     StoredGroup,
@@ -18,12 +20,14 @@ from outcore.checkpoint.manifest import (
     StoredParameter,
     StoredScale,
 )
-from outcore.checkpoint.model import engine_with, kind_of, names_by_number, persistent_buffers
+from outcore.checkpoint.model import end_previous, engine_with, kind_of, names_by_number, persistent_buffers
 from outcore.checkpoint.pieces import Layout, Piece
+from outcore.checkpoint.saving import Job, Saving
 from outcore.checkpoint.values import Put, encode
 from outcore.checkpoint.writer import Writer, committed
 from outcore.engine import Engine
 from outcore.errors import StateError
+from outcore.optim.foreign import Foreign
 from outcore.optim.optimizer import Optimizer
 
 
@@ -32,7 +36,9 @@ def save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     extra: Any = None,
-) -> None:
+    *,
+    wait: bool = True,
+) -> Saving:
     """Save an offloaded model, between two steps.
 
     The checkpoint holds parameters (in full precision), buffers, moments, step counts, hyperparameters, the
@@ -46,18 +52,47 @@ def save(
         optimizer: the one it was offloaded with. Without it the parameters and buffers alone are kept.
         extra: what else the run needs (a scheduler's ``state_dict()``, the position in the data): numbers,
             strings, booleans, ``None``, tensors, and lists, tuples and dicts of these.
+        wait: until it is committed. Otherwise the large part is written by a thread while training goes on, and
+            the checkpoint is of this moment all the same. A save of the model that is under way is waited for first.
+
+    Returns:
+        The save: ``saving.wait()`` waits until it is committed, ``saving.done`` says whether it is.
 
     Raises:
         UsageError: ``path`` exists already, or ``extra`` holds something else.
         StateError: the model is not offloaded, or gradients wait for a step.
         DiskFullError, DiskWriteError: the system refused; there is nothing at ``path``, and training can go on.
+            What goes wrong while training goes on is raised by the next step, save or ``release`` of the model, or by
+            ``saving.wait()``; so this may speak of the save before.
     """
+    saving = begin(path, model, optimizer, extra, wait)
+    if wait:
+        saving.run()
+    else:
+        saving.start()
+    return saving
+
+
+def begin(
+    path: str | PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Any,
+    wait: bool,
+    after: Callable[[], None] = lambda: None,
+) -> Saving:
+    """Write what is small and note the rest; ``after`` is called once the checkpoint is committed."""
     engine = engine_with(model, optimizer)
-    engine.settle()
+    end_previous(engine)
+    engine.stage.synchronize()
     if engine.present():
         raise StateError("a checkpoint is saved between steps, and gradients are waiting: step() first")
     target = Path(path).absolute()
     held = engine.optimizer if optimizer is not None else None
+    if wait or isinstance(
+        held, Foreign
+    ):  # what a foreign class keeps beside moments is known after its updates
+        engine.updates.finish()
     layout = Layout()
     kept: dict[str, torch.Tensor] = {}
     state: dict[str, Piece] = {}
@@ -78,24 +113,25 @@ def save(
     random = encode(rng.capture(), put, "the random number states")
     more = encode(extra, put, "extra")
     planned = layout.seal()
-    with committed(target) as (files, folder):
+    with ExitStack() as stack:
+        files, folder = stack.enter_context(committed(target))
         writer = Writer(files, folder, planned)
-        try:
-            states.read(
-                engine,
-                {name: writer.cursor(p.value) for name, p in parameters.items()},
-                {
-                    name: {moment: writer.cursor(piece) for moment, piece in p.moments.items()}
-                    for name, p in parameters.items()
-                },
-            )
-            for name, buffer in persistent_buffers(model):
-                _write(writer, buffers[name], buffer.detach().to("cpu").contiguous())
-            for key, value in kept.items():
-                _write(writer, state[key], value)
-            writer.finish(Manifest(writer.stored(), parameters, buffers, state, stored, random, more))
-        finally:
-            writer.close()
+        stack.callback(writer.close)
+        for name, buffer in persistent_buffers(model):
+            _write(writer, buffers[name], buffer.detach().to("cpu").contiguous())
+        for key, value in kept.items():
+            _write(writer, state[key], value)
+        flow = Flow(
+            engine,
+            {name: writer.cursor(p.value) for name, p in parameters.items()},
+            {
+                name: {moment: writer.cursor(piece) for moment, piece in p.moments.items()}
+                for name, p in parameters.items()
+            },
+            engine.updates.pending(),
+        )
+        manifest = Manifest(writer.stored(), parameters, buffers, state, stored, random, more)
+        return Saving(target, Job(engine, flow, writer, manifest, stack.pop_all(), after))
 
 
 def _write(writer: Writer, piece: Piece, tensor: torch.Tensor) -> None:

@@ -14,9 +14,12 @@ from torch import nn
 from outcore.checkpoint import files as seam
 from outcore.checkpoint.files import reading
 from outcore.checkpoint.load import load
+from outcore.checkpoint.model import end_previous
 from outcore.checkpoint.reader import opened, verify
-from outcore.checkpoint.save import save
+from outcore.checkpoint.save import begin
+from outcore.checkpoint.saving import Saving
 from outcore.checkpoint.writer import discard, sweep
+from outcore.engine import engine_of
 from outcore.errors import CheckpointError, DiskReadError, TierError, UsageError
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})", re.ASCII)
@@ -38,6 +41,7 @@ class Checkpoints:
             raise UsageError(f"at least one checkpoint must be kept, not {keep}")
         self._directory = Path(directory)
         self._keep = keep
+        self._last: Saving | None = None
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
@@ -49,6 +53,11 @@ class Checkpoints:
         Raises:
             DiskReadError: the directory can't be read.
         """
+        if self._last is not None:
+            self._last.finish()
+        return self._steps()
+
+    def _steps(self) -> list[int]:
         if not self._directory.exists():
             return []
         with reading(self._directory):
@@ -61,8 +70,13 @@ class Checkpoints:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         extra: Any = None,
+        *,
+        wait: bool = False,
     ) -> Path:
         """Save a step as `outcore.save` does, then remove the oldest beyond ``keep``.
+
+        Training can go on while it is written, unless ``wait`` is set. `wait` waits for it later, as do all other
+        methods, the model's next save, load and `outcore.release`, and the end of the process.
 
         A damaged checkpoint of the same step is replaced, as a run that went back to an earlier one comes by
         again. One that is whole is not.
@@ -73,19 +87,39 @@ class Checkpoints:
         Raises:
             UsageError: there is a checkpoint of this step, and it is whole.
             DiskFullError, DiskWriteError, DiskReadError: the system refused. If that was while an old
-                checkpoint was removed, the new one is in place all the same.
+                checkpoint was removed, the new one is in place all the same. What goes wrong while training
+                goes on is raised by `wait`, and by the model's next step, save or `outcore.release`.
         """
         if type(step) is not int or not 0 <= step < 10**18:
             raise UsageError(f"a step is a whole number, not {step!r}")
+        end_previous(engine_of(model))
         path = self.path(step)
         if path.is_dir() and not _is_whole(path):
             discard(path)
-        save(path, model, optimizer, extra)
+        saving = begin(path, model, optimizer, extra, wait, lambda: self._remove_older(step))
+        if wait:
+            saving.run()
+        else:
+            self._last = saving
+            saving.start()
+        return path
+
+    def wait(self) -> None:
+        """Wait until the newest save is committed.
+
+        Raises:
+            DiskFullError, DiskWriteError, DiskReadError: what went wrong with it.
+        """
+        last, self._last = self._last, None
+        if last is not None:
+            last.wait()
+
+    def _remove_older(self, step: int) -> None:
+        """Remove the oldest beyond ``keep``, now that this step is committed."""
         if self._keep is not None:
-            older = [other for other in self.steps() if other != step]
+            older = [other for other in self._steps() if other != step]
             for other in older[: max(0, len(older) + 1 - self._keep)]:
                 discard(self.path(other))
-        return path
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose manifest and files are there and fit together, if there is one."""
@@ -111,6 +145,7 @@ class Checkpoints:
             CheckpointError, DiskReadError: there are some and none can be loaded: that of the newest.
             ModelError, StateError: see `outcore.load`.
         """
+        end_previous(engine_of(model))
         sweep(seam.SYSTEM, self._directory)
         failure: TierError | None = None
         for step in reversed(self.steps()):

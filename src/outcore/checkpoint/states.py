@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from outcore.chunks.chunk import Chunk
 from outcore.chunks.pool import Access
 from outcore.chunks.store import RunStore
 from outcore.engine import Engine
@@ -71,12 +72,30 @@ def read(engine: Engine, values: Mapping[str, Sink], moments: Mapping[str, Mappi
     """Stream all parameters out; ``moments`` may be empty."""
     staging = torch.empty(PART)
     for part in _parts(engine, Access.READ):
-        name = part.binding.name
-        values[name].write(_full(part, engine.rule, staging))
-        sinks = moments.get(name)
-        if sinks and engine.rule is not None:
-            for moment, tensor in engine.rule.moments(part.planes).items():
-                sinks[moment].write(tensor)
+        _read_part(part, engine.rule, values, moments, staging)
+
+
+def read_chunk(
+    store: RunStore,
+    k: int,
+    of: Mapping[int, Binding],
+    rule: Rule | None,
+    values: Mapping[str, Sink],
+    moments: Mapping[str, Mapping[str, Sink]],
+) -> None:
+    """Stream one chunk of a run out, under a guard of `chunks_of` it; those before it were.
+
+    Args:
+        of: the run's parameters by number.
+    """
+    staging = torch.empty(PART)
+    for part in _parts_of(store, k, of):
+        _read_part(part, rule, values, moments, staging)
+
+
+def chunks_of(store: RunStore, k: int) -> tuple[Chunk, ...]:
+    """The chunks that hold what is saved of chunk ``k`` of a run."""
+    return (store.parameters[k], *store.states[k : k + 1])
 
 
 def write(engine: Engine, values: Mapping[str, Source], moments: Mapping[str, Mapping[str, Source]]) -> None:
@@ -94,6 +113,21 @@ def write(engine: Engine, values: Mapping[str, Source], moments: Mapping[str, Ma
             part.parameter.copy_(new)
 
 
+def _read_part(
+    part: Part,
+    rule: Rule | None,
+    values: Mapping[str, Sink],
+    moments: Mapping[str, Mapping[str, Sink]],
+    staging: torch.Tensor,
+) -> None:
+    name = part.binding.name
+    values[name].write(_full(part, rule, staging))
+    sinks = moments.get(name)
+    if sinks and rule is not None:
+        for moment, tensor in rule.moments(part.planes).items():
+            sinks[moment].write(tensor)
+
+
 def _full(part: Part, rule: Rule | None, staging: torch.Tensor) -> torch.Tensor:
     if not part.binding.store.states or rule is None:
         return part.parameter
@@ -107,8 +141,7 @@ def _parts(engine: Engine, access: Access) -> Iterator[Part]:
         of = {binding.slot.index: binding for binding in unit.bindings}
         for store in unit.stores:
             for k in range(store.run.chunks):
-                chunks = (store.parameters[k], *store.states[k : k + 1])
-                with engine.pool.guard(chunks, access):
+                with engine.pool.guard(chunks_of(store, k), access):
                     yield from _parts_of(store, k, of)
 
 

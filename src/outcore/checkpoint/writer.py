@@ -2,7 +2,7 @@
 
 [Note: Commit]
 A checkpoint is written to a folder ``.tmp-...`` next to where it will be, which its writer keeps locked. Each
-file is fsynced and closed as its last byte is written, the manifest last, then the folder itself. One
+file is fsynced and closed once its last byte is written, the manifest last, then the folder itself. One
 rename puts the whole in place, and an fsync of the parent makes that last. Whatever fails before the rename
 leaves nothing but the folder, which is removed at once or, after a crash, by the next save in this
 parent: a folder whose lock is free has no writer. After a failed fsync nothing of the folder is used.
@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,10 +53,18 @@ class Cursor:
 
 
 class OpenFile:
-    """A file that is made when its first byte is written, and made durable after its last."""
+    """A file that is made when its first byte is written. Several threads may write, each tensors of its own.
 
-    def __init__(self, files: Files, folder: Path, planned: PieceFile) -> None:
+    Args:
+        over: called by the thread that wrote the last byte.
+    """
+
+    def __init__(
+        self, files: Files, folder: Path, planned: PieceFile, over: Callable[[OpenFile], None]
+    ) -> None:
         self._files = files
+        self._over = over
+        self._lock = threading.Lock()
         self._path = folder / planned.name
         self._planned = planned
         self._open = {piece for piece in planned.pieces if piece.nbytes}
@@ -65,10 +75,11 @@ class OpenFile:
 
     def begin(self) -> None:
         """Make the file and write its header."""
-        if self._fd < 0:
-            with writing(self._path):
-                self._fd = self._files.create(self._path)
-            write_all(self._files, self._fd, memoryview(self._planned.header), 0, self._path)
+        with self._lock:
+            if self._fd < 0:
+                with writing(self._path):
+                    self._fd = self._files.create(self._path)
+                write_all(self._files, self._fd, memoryview(self._planned.header), 0, self._path)
 
     def write(self, view: memoryview, offset: int) -> None:
         self.begin()
@@ -76,9 +87,11 @@ class OpenFile:
 
     def completed(self, piece: Piece) -> None:
         """A tensor is written to its end."""
-        self._open.discard(piece)
-        if not self._open:
-            self.finish()
+        with self._lock:
+            self._open.discard(piece)
+            over = not self._open
+        if over:
+            self._over(self)
 
     def finish(self) -> None:
         """Make the file durable and close it."""
@@ -98,17 +111,31 @@ class OpenFile:
 
 
 class Writer:
-    """The files of one checkpoint, while they are written."""
+    """The files of one checkpoint, while they are written.
+
+    Each is made durable as soon as its last byte is written, by whoever calls `settle` next: that may take seconds,
+    which a thread that trains does not have.
+    """
 
     def __init__(self, files: Files, folder: Path, planned: list[PieceFile]) -> None:
         self._files = files
         self._folder = folder
         self._planned = planned
-        self._opened = {file.name: OpenFile(files, folder, file) for file in planned}
+        self._over: deque[OpenFile] = deque()
+        self._opened = {file.name: OpenFile(files, folder, file, self._over.append) for file in planned}
 
     def cursor(self, piece: Piece) -> Cursor:
         """Where the bytes of a tensor go."""
         return Cursor(piece, self._opened[piece.file])
+
+    def settle(self) -> None:
+        """Make the files durable that are written to their end.
+
+        Raises:
+            DiskFullError, DiskWriteError: the system refused.
+        """
+        while self._over:
+            self._over.popleft().finish()
 
     def stored(self) -> dict[str, StoredFile]:
         """What the manifest says of the files."""
@@ -121,6 +148,7 @@ class Writer:
             DiskFullError, DiskWriteError: the system refused.
             UsageError: the manifest would be too large.
         """
+        assert all(piece.digest for file in self._planned for piece in file.pieces), "a tensor is not written"
         data = write(manifest)
         if len(data) > LIMIT:
             raise UsageError(
@@ -131,6 +159,7 @@ class Writer:
 
     def finish_with(self, name: str, data: bytes) -> None:
         """Write a last file, and make the folder durable."""
+        self.settle()
         path = self._folder / name
         with writing(path):
             fd = self._files.create(path)
@@ -143,6 +172,7 @@ class Writer:
 
     def finish_empty(self) -> None:
         """Make the files whose tensors have no bytes, and make the folder durable."""
+        self.settle()
         for file in self._opened.values():
             if file.is_empty:
                 file.begin()

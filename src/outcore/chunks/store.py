@@ -80,7 +80,9 @@ Span = Callable[[int, int], Place]
 """Gives the place of the bytes [offset, offset + nbytes) of a run's parameters."""
 
 
-def build(name: str, run: Run, planes: Sequence[PlaneType], span: Span, working: Reserve) -> RunStore:
+def build(
+    name: str, run: Run, planes: Sequence[PlaneType], span: Span, working: Reserve, sums: bool = False
+) -> RunStore:
     """Make the chunks of a run.
 
     Args:
@@ -90,6 +92,7 @@ def build(name: str, run: Run, planes: Sequence[PlaneType], span: Span, working:
         span: gives the place of each parameter chunk. Where computing happens on the host these are
             neighbours in memory, so that the whole run is one tensor.
         working: makes the regions of gradient chunks (which may have to be reachable by an accelerator).
+        sums: gradients come summed, in fp32: then the chunks of totals must be as reachable.
     """
     count = run.chunks
     pieces = [run.extent(k) for k in range(count)]
@@ -115,7 +118,7 @@ def build(name: str, run: Run, planes: Sequence[PlaneType], span: Span, working:
         )
 
     gradients = make(Kind.GRADIENT, run.dtype.itemsize, working)
-    totals = make(Kind.GRADIENT, torch.float32.itemsize, reserve)
+    totals = make(Kind.GRADIENT, torch.float32.itemsize, working if sums else reserve)
     if run.dtype is torch.float32:
         totals = gradients
     width = sum(dtype.itemsize for _, dtype in planes)

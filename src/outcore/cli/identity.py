@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PIECE = 1 << 22
 """Tokens that are read at once for the digest."""
 
-_FLAGS = ("seq_len", "batch_size", "accumulate", "optimizer", "clip", "precision", "seed")
+_FLAGS = ("seq_len", "batch_size", "accumulate", "optimizer", "clip", "precision", "seed", "microbatch")
 _NOT_THE_MODEL = frozenset(
     {"_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype", "architectures"}
 )

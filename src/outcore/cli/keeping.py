@@ -131,10 +131,11 @@ class Keeping:
         return step % self.every == 0 or step == last
 
     def save(self, step: Step, model: Any, optimizer: outcore.Optimizer, batches: Batches) -> None:
-        """Save the run as it is after a step.
+        """Save the run as it is after a step, while the next ones are taken.
 
         Raises:
-            DiskFullError, DiskWriteError: the system refused; earlier checkpoints are intact.
+            DiskFullError, DiskWriteError: the system refused, now or at the save before; earlier checkpoints are
+                intact.
         """
         extra = {
             **self.facts,
@@ -144,6 +145,14 @@ class Keeping:
         }
         self._series.save(step.number, model, optimizer, extra)
         self._saved = step.number
+
+    def finish(self) -> None:
+        """Wait until the last save is committed.
+
+        Raises:
+            DiskFullError, DiskWriteError: the system refused; earlier checkpoints are intact.
+        """
+        self._series.wait()
 
     @property
     def saved(self) -> int | None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from outcore.engine import engine_of
 from outcore.memory.sizes import format_size
+from outcore.model.slices.heads import runs_loss_in_slices
 from outcore.report.metrics import has_tensorboard
 
 if TYPE_CHECKING:
@@ -29,10 +30,18 @@ def describe(settings: Settings, built: Built, data: str, lr: float, device: tor
         "step": f"{settings.batch_size} x {settings.seq_len} tokens{accumulated} = {per_step:,} tokens; "
         f"{settings.steps} steps; seed {settings.seed}",
         "optimizer": f"{settings.optimizer.lower()}, learning rate {lr:g}, gradient {clip}",
-        "compute": f"{settings.precision} on {device}, activations: {settings.activations}",
+        "compute": f"{settings.precision} on {device}, activations: {settings.activations}{_slices(settings, built)}",
         **tiers(built, settings.disk),
         "log": f"{settings.log_dir}: {board}",
     }
+
+
+def _slices(settings: Settings, built: Built) -> str:
+    if settings.microbatch is None:
+        return ""
+    loss = "head and loss too" if runs_loss_in_slices(built.model) else "head and loss as one"
+    plural = "" if settings.microbatch == 1 else "s"
+    return f" in slices of {settings.microbatch} sequence{plural}, {loss}"
 
 
 def model_line(built: Built, seed: int) -> str:

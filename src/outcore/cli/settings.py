@@ -44,6 +44,7 @@ class Settings:
     seed: int
     log_dir: Path
     trace_steps: str = TRACED
+    microbatch: int | None = None
     checkpoint: Path | None = None
     every: int | None = None
     keep: int | None = None
@@ -54,6 +55,12 @@ class Settings:
         options.at_least(2, seq_len=self.seq_len)
         options.at_least(1, batch_size=self.batch_size, accumulate=self.accumulate, steps=self.steps)
         options.check_seed(self.seed)
+        if self.microbatch is not None:
+            options.at_least(1, microbatch=self.microbatch)
+            if self.activations != "recompute":
+                raise UsageError(
+                    "--microbatch works on recomputed blocks: give --activations recompute, or leave it out"
+                )
         if self.lr is not None and not (self.lr > 0 and math.isfinite(self.lr)):
             raise UsageError(f"--lr must be above 0, and is {self.lr}")
         if not (self.clip >= 0 and math.isfinite(self.clip)):

@@ -115,6 +115,8 @@ class Steps:
                         keeping.save(step, self._built.model, self._optimizer, self._batches)
                     if self._is_stopped():
                         break
+                if keeping is not None:
+                    keeping.finish()
         if steps:
             show_end(self._console, steps)
             self._console.print(

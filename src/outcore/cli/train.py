@@ -60,6 +60,14 @@ def train(
     activations: Annotated[
         str, typer.Option(help="recompute each block's activations in the backward pass, or keep them.")
     ] = "recompute",
+    microbatch: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Sequences of a slice: recomputed blocks, and the head with its loss, run each batch in slices, so "
+            "that what streams is fetched once for the whole batch. By default a batch is run as one.",
+        ),
+    ] = None,
     seed: options.Seed = 0,
     log_dir: Annotated[
         Path | None,
@@ -118,6 +126,7 @@ def train(
             clip=clip,
             precision=precision,
             activations=activations,
+            microbatch=microbatch,
             seed=seed,
             log_dir=log_dir or checkpoint or _named(model),
             trace_steps=trace_steps,
@@ -155,7 +164,7 @@ def run(settings: Settings) -> None:
         device=settings.device_memory, host=settings.host_memory, disk=settings.disk or None
     )
     precision = outcore.Precision(settings.precision)  # type: ignore[arg-type]
-    activations = outcore.Activations(settings.activations)  # type: ignore[arg-type]
+    activations = outcore.Activations(settings.activations, settings.microbatch)  # type: ignore[arg-type]
     found = recipe(settings.optimizer)
     check_writable(settings.log_dir, "log")
     traced = parse_steps(settings.trace_steps, settings.steps)

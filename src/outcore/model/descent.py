@@ -20,10 +20,17 @@ from outcore.trace.meter import uncounted
 
 @dataclass(eq=False)
 class _Buffer:
-    """A run's gradients on the device, in one piece; zero where a parameter has none."""
+    """A run's gradients on the device, in one piece; zero where a parameter has none.
+
+    They are in the run's dtype, or in fp32 if one of them is summed over slices.
+    """
 
     values: torch.Tensor
     slots: dict[int, Slot] = field(default_factory=dict)
+    dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dtype = self.values.dtype
 
 
 @dataclass(eq=False)
@@ -34,13 +41,22 @@ class _Landing:
     k: int
     slots: tuple[Slot, ...]
     buffer: _Buffer
-    arrived: torch.Event
     guard: Guard | None
     beside: torch.Tensor | None
+    arrived: torch.Event = field(init=False)
+
+    @property
+    def target(self) -> torch.Tensor:
+        """Where the copy lands, shape [elements]; a chunk's is valid while its guard is open."""
+        wide = self.buffer.dtype is not self.store.run.dtype
+        if self.beside is not None:
+            return self.beside.view(self.buffer.dtype)
+        return self.store.total(self.k) if wide else self.store.gradient(self.k)
 
     @property
     def nbytes(self) -> int:
-        return self.store.gradients[self.k].nbytes
+        start, stop = self.store.run.extent(self.k)
+        return (stop - start) * self.buffer.dtype.itemsize
 
 
 class Descent:
@@ -69,6 +85,7 @@ class Descent:
         self._buffers: dict[RunStore, _Buffer] = {}
         self._landing: list[_Landing] = []
         self._held = 0
+        self._widths: dict[RunStore, torch.dtype] = {}
 
     @property
     def held(self) -> int:
@@ -82,18 +99,40 @@ class Descent:
     def has_buffer(self, store: RunStore) -> bool:
         return store in self._buffers
 
+    def room(self, store: RunStore) -> int:
+        """Bytes of the next buffer for a run, if it is as the last one was."""
+        return store.run.numel * self._widths.get(store, store.run.dtype).itemsize
+
+    def room_for(self, binding: Binding, gradient: torch.Tensor) -> int:
+        """Bytes that `collect` will take."""
+        buffer = self._buffers.get(binding.store)
+        wanted = binding.store.run.numel * gradient.dtype.itemsize
+        if buffer is None or binding.slot.index in buffer.slots:
+            return wanted
+        return wanted if wanted > buffer.values.nbytes else 0
+
     def collect(self, binding: Binding, gradient: torch.Tensor) -> None:
-        """Copy a gradient into its run's buffer, on the compute stream."""
+        """Copy a gradient into its run's buffer, on the compute stream.
+
+        Args:
+            gradient: in the run's dtype, or in fp32.
+        """
         store, slot = binding.store, binding.slot
         buffer = self._buffers.get(store)
         if buffer is not None and slot.index in buffer.slots:
             self.send(store)  # a second contribution in one pass: it is added on the host
             buffer = None
-        if buffer is None:
+        if buffer is None or gradient.dtype.itemsize > buffer.dtype.itemsize:
             with uncounted():  # the stage counts it
-                values = torch.zeros(store.run.numel, dtype=store.run.dtype, device=self._device)
+                values = torch.zeros(store.run.numel, dtype=gradient.dtype, device=self._device)
             self._hold(values.nbytes)
-            buffer = self._buffers[store] = _Buffer(values)
+            slots = {}
+            if buffer is not None:  # what is there is in the run's dtype
+                values.copy_(buffer.values)
+                self._hold(-buffer.values.nbytes)
+                slots = buffer.slots
+            buffer = self._buffers[store] = _Buffer(values, slots)
+            self._widths[store] = buffer.dtype
         buffer.values[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(gradient)
         buffer.slots[slot.index] = slot
 
@@ -105,22 +144,22 @@ class Descent:
         stream = self._streams.copy_out
         self._await_gradients()
         for k in range(store.run.chunks):
-            self._bound(store.gradients[k].nbytes)
+            start, stop = store.run.extent(k)
+            nbytes = (stop - start) * buffer.dtype.itemsize
+            self._bound(nbytes)
             slots = tuple(s.slot for s in store.run.segments(k) if s.slot.index in buffer.slots)
             if not slots:
                 continue
-            start, stop = store.run.extent(k)
-            guard = self._gradients.open_first(store, k)
+            guard = self._gradients.open_first(store, k, buffer.dtype is not store.run.dtype)
             beside = None
             if guard is None:
-                nbytes = (stop - start) * store.run.dtype.itemsize
                 self._pool.borrow(nbytes)
                 beside = self._pinned.take(nbytes)
-            target = store.gradient(k) if beside is None else beside.view(store.run.dtype)
-            with self._ledger.crossing("device out", store.gradients[k].name, stream, target.nbytes), stream:
-                target.copy_(buffer.values[start:stop], non_blocking=True)
-            arrived = self._streams.record(stream)
-            self._landing.append(_Landing(store, k, slots, buffer, arrived, guard, beside))
+            landing = _Landing(store, k, slots, buffer, guard, beside)
+            with self._ledger.crossing("device out", store.gradients[k].name, stream, nbytes), stream:
+                landing.target.copy_(buffer.values[start:stop], non_blocking=True)
+            landing.arrived = self._streams.record(stream)
+            self._landing.append(landing)
         self.poll()
 
     def poll(self) -> None:
@@ -163,7 +202,7 @@ class Descent:
             landing.guard.close()
             self._gradients.filled(store, k, landing.slots)
         elif landing.beside is not None:
-            self._gradients.add_whole(store, k, landing.beside.view(store.run.dtype), landing.slots)
+            self._gradients.add_whole(store, k, landing.target, landing.slots)
             self._pinned.put(landing.beside)
             self._pool.repay(landing.beside.numel())
         if not any(other.buffer is landing.buffer for other in self._landing):

@@ -25,7 +25,7 @@ from outcore.memory.ledger import Ledger
 from outcore.model.descent import Descent
 from outcore.model.stage import view
 from outcore.model.unit import Binding, Unit
-from outcore.optim.pipeline import Updates
+from outcore.optim.updates import Updates
 from outcore.trace.clock import Clock
 
 AHEAD = 6
@@ -280,7 +280,11 @@ class DeviceStage:
         """
         near = [unit for unit in self._units if unit.opened] + [following]
         return max(
-            sum(s.run.nbytes for s in unit.stores if s.run.trained and not self._descent.has_buffer(s))
+            sum(
+                self._descent.room(s)
+                for s in unit.stores
+                if s.run.trained and not self._descent.has_buffer(s)
+            )
             for unit in near
         )
 
@@ -307,8 +311,9 @@ class DeviceStage:
     # -- gradients --------------------------------------------------------------------------------
 
     def collect(self, unit: Unit, binding: Binding, gradient: torch.Tensor) -> None:
-        if not self._descent.has_buffer(binding.store):
-            self._make_room(binding.store.run.nbytes)
+        nbytes = self._descent.room_for(binding, gradient)
+        if nbytes:
+            self._make_room(nbytes)
         self._descent.collect(binding, gradient)
 
     def gradients_complete(self, unit: Unit) -> None:

@@ -27,6 +27,21 @@ def own_outputs(outputs: Iterable[torch.Tensor], first: int) -> list[torch.Tenso
     return [t for t in outputs if t.grad_fn is not None and t.grad_fn._sequence_nr() >= first]
 
 
+def reaches_beyond(outputs: Iterable[torch.Tensor], first: int, known: Iterable[torch.Tensor]) -> bool:
+    """Whether gradients would leave the call elsewhere than at tensors that are known: its leaves, its parameters."""
+    inside = {id(tensor) for tensor in known}
+    for node in last_nodes(outputs, first):
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            variable = getattr(following, "variable", None)
+            if (variable is None and following._sequence_nr() < first) or (
+                variable is not None and id(variable) not in inside
+            ):
+                return True
+    return False
+
+
 def last_nodes(outputs: Iterable[torch.Tensor], first: int) -> list[Node]:
     """The nodes with an edge out of the call: to what made its inputs, or to a parameter.
 

@@ -12,7 +12,7 @@ from torch import nn
 from outcore.errors import StateError
 from outcore.model.backward import BackwardPass
 from outcore.model.trees import change_tensors, tensors_of
-from outcore.optim.pipeline import Updates
+from outcore.optim.updates import Updates
 from outcore.trace.clock import Clock
 from outcore.trace.gauge import Gauge
 

@@ -46,11 +46,31 @@ class Activations:
     Attributes:
         blocks: ``"keep"`` it, or ``"recompute"`` it from the block's input (Chen et al. 2016, "Training
             Deep Nets with Sublinear Memory Cost"). The result is the same to the bit.
+        microbatch: rows of a slice: each recomputed block runs the batch in slices along dimension 0, in forward
+            and in backward, so that its parameters are fetched once for all of them while the activations of
+            one slice exist at a time. Give the batch whole instead of accumulating; gradients are what
+            accumulation gives (`docs/slices.md`). ``None`` runs the batch as one.
+        loss_slice: positions (rows times tokens) of a slice of the head and the cross-entropy, for causal
+            language models of transformers that outcore knows; the logits of a batch then never exist whole.
+            By default as many as the tokens of a ``microbatch``, and none if there is none.
+
+    Raises:
+        UsageError: a setting that can't mean anything.
     """
 
     blocks: ActivationsName = "keep"
+    microbatch: int | None = None
+    loss_slice: int | None = None
 
     def __post_init__(self) -> None:
         if self.blocks not in get_args(ActivationsName):
             known = ", ".join(get_args(ActivationsName))
             raise UsageError(f"unknown way with activations {self.blocks!r}; choose from {known}")
+        if self.microbatch is not None and self.blocks != "recompute":
+            raise UsageError(
+                'microbatch works on recomputed blocks: give Activations("recompute", microbatch=...)'
+            )
+        for name in ("microbatch", "loss_slice"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UsageError(f"{name} must be a whole number of at least 1, and is {value!r}")

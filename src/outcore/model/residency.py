@@ -12,7 +12,7 @@ from outcore.memory.ledger import Ledger
 from outcore.model.stage import Stage
 from outcore.model.unit import Unit
 from outcore.optim.gradients import Gradients
-from outcore.optim.pipeline import Updates
+from outcore.optim.updates import Updates
 from outcore.trace.clock import Clock
 from outcore.trace.gauge import Gauge
 

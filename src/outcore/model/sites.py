@@ -24,7 +24,7 @@ from outcore.model.device_stage import DeviceStage
 from outcore.model.stage import HostStage, Stage
 from outcore.model.unit import Unit
 from outcore.optim.gradients import Gradients
-from outcore.optim.pipeline import Updates
+from outcore.optim.updates import Updates
 from outcore.trace.clock import Clock
 from outcore.trace.gauge import Gauge, MeteredGauge
 

@@ -7,7 +7,7 @@ copy of it would lose what a module writes into it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,20 +15,66 @@ import torch
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
+@dataclasses.dataclass(frozen=True)
+class Hole:
+    """Where a tensor was in a tree that was taken apart, by its number."""
+
+    number: int
+
+
 def change_tensors(tree: Any, change: Change) -> Any:
     """The same tree with every tensor in tuples, lists and dicts replaced by ``change(tensor)``."""
-    if isinstance(tree, torch.Tensor):
-        return change(tree)
+    return _change(tree, lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def take_apart(tree: Any) -> tuple[Any, list[torch.Tensor]]:
+    """The tree with holes for its tensors, and the tensors; one that is there twice has one number."""
+    tensors: list[torch.Tensor] = []
+    number_of: dict[int, int] = {}
+
+    def take(tensor: torch.Tensor) -> Any:
+        if id(tensor) not in number_of:
+            number_of[id(tensor)] = len(tensors)
+            tensors.append(tensor)
+        return Hole(number_of[id(tensor)])
+
+    return change_tensors(tree, take), tensors
+
+
+def put_together(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Undo `take_apart`, with tensors that may be others."""
+    return _change(skeleton, lambda leaf: tensors[leaf.number] if isinstance(leaf, Hole) else leaf)
+
+
+def others_of(skeleton: Any) -> list[Any]:
+    """What a tree that was taken apart holds besides tensors, containers that are not rebuilt included."""
+    found: list[Any] = []
+
+    def note(leaf: Any) -> Any:
+        if not isinstance(leaf, Hole):
+            found.append(leaf)
+        return leaf
+
+    _change(skeleton, note)
+    return found
+
+
+def structure_of(skeleton: Any) -> Any:
+    """What two trees have in common that differ in tensors and other leaves alone."""
+    return _change(skeleton, lambda leaf: leaf if isinstance(leaf, Hole) else type(leaf))
+
+
+def _change(tree: Any, change: Callable[[Any], Any]) -> Any:
     kind = type(tree)
     if kind is list:
-        return [change_tensors(item, change) for item in tree]
+        return [_change(item, change) for item in tree]
     if kind is tuple:
-        return tuple(change_tensors(item, change) for item in tree)
+        return tuple(_change(item, change) for item in tree)
     if kind is dict:
-        return {key: change_tensors(item, change) for key, item in tree.items()}
+        return {key: _change(item, change) for key, item in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return kind(*(change_tensors(item, change) for item in tree))
-    return tree
+        return kind(*(_change(item, change) for item in tree))
+    return change(tree)
 
 
 def tensors_of(tree: Any, depth: int = 8) -> Iterator[torch.Tensor]:

@@ -3,8 +3,9 @@
 [Note: Gradient width]
 The first contribution of a step is kept as backward made it, in the parameter's dtype: nothing is
 gained by widening it. With a second contribution (gradient accumulation) the chunk is widened to fp32 and
-stays so until the update, so that bf16 sums don't lose small terms. The result depends on the order of
-backward passes alone, never on where a chunk lies.
+stays so until the update, so that bf16 sums don't lose small terms. A contribution that is a sum itself, over
+the slices of a pass (`outcore.model.slices.block`), comes in fp32 and widens the chunk at once. The result
+depends on the order of backward passes alone, never on where a chunk lies.
 
 [Note: Norm]
 Each time a chunk is complete, float64 sums of squares are taken for each block of `BLOCK` elements, while
@@ -54,18 +55,19 @@ class Gradients:
     # -- arriving ---------------------------------------------------------------------------------
 
     def add(self, store: RunStore, slot: Slot, gradient: torch.Tensor) -> None:
-        """Add one parameter's gradient, a contiguous host tensor of the run's dtype."""
+        """Add one parameter's gradient, a contiguous host tensor of the run's dtype or of fp32."""
         flat = gradient.reshape(-1)
+        wide = gradient.dtype is not store.run.dtype
         for k in store.run.covering(slot):
             for segment in store.run.segments(k):
                 if segment.slot is slot:
                     piece = flat[segment.first : segment.first + segment.stop - segment.start]
                     again = slot.index in self._now.present
-                    self._add(store, k, segment.start, segment.stop, piece, again)
+                    self._add(store, k, segment.start, segment.stop, piece, again or wide)
         self._now.present.add(slot.index)
 
-    def _add(self, store: RunStore, k: int, start: int, stop: int, piece: torch.Tensor, again: bool) -> None:
-        if again:
+    def _add(self, store: RunStore, k: int, start: int, stop: int, piece: torch.Tensor, widen: bool) -> None:
+        if widen:
             self._widen(store, k)
         if self._now.is_wide(store, k):
             with self._pool.guard([store.totals[k]], self._access(store.totals[k])):
@@ -75,11 +77,18 @@ class Gradients:
                 store.gradient(k)[start:stop].copy_(piece)
         self._unmeasured.setdefault(store, set()).add(k)
 
-    def open_first(self, store: RunStore, k: int) -> Guard | None:
-        """Open an untouched gradient chunk, to be filled whole by a copy; ``None`` if it has gradients."""
-        if store.gradients[k] in self._now.begun:
+    def open_first(self, store: RunStore, k: int, wide: bool) -> Guard | None:
+        """Open an untouched gradient chunk, to be filled whole by a copy; ``None`` if it has gradients.
+
+        Args:
+            wide: what is copied is in fp32.
+        """
+        if self._now.has(store, k):
             return None
-        return self._pool.guard([store.gradients[k]], self._access(store.gradients[k]))
+        if wide:
+            self._widen(store, k)
+        chunk = self._now.chunk(store, k)
+        return self._pool.guard([chunk], self._access(chunk))
 
     def filled(self, store: RunStore, k: int, slots: Iterable[Slot]) -> None:
         """The chunk opened by `open_first` now holds the gradients of ``slots``."""
@@ -104,6 +113,9 @@ class Gradients:
         if self._now.is_wide(store, k):
             return
         narrow, total = store.gradients[k], store.totals[k]
+        if narrow not in self._now.begun:
+            self._now.wide.add(total)
+            return
         with (
             self._pool.guard([narrow], Access.READ),
             self._pool.guard([total], self._access(total)),

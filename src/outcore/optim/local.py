@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from outcore.chunks.layout import BLOCK, Slot
+from outcore.optim.due import Due
 from outcore.optim.kernels import GradTransform, Master, Rule, sum_of_squares, workers
-from outcore.optim.pipeline import Due
 
 
 class LocalBackend:

@@ -15,9 +15,9 @@ import torch
 
 from outcore.errors import NonFiniteError, StateError, UsageError
 from outcore.optim import clipping
+from outcore.optim.due import Due
 from outcore.optim.kernels import GradTransform, Rule
 from outcore.optim.local import LocalBackend
-from outcore.optim.pipeline import Due
 from outcore.optim.scaling import LossScale
 
 

@@ -10,112 +10,35 @@ Each update is a tick just before the use of its unit. One that was done ahead o
 schedule no longer foresees it, so that its states may leave at once. The ticks, and with them the schedule,
 don't depend on how far ahead the thread was; nor does any result, because each element is updated once, from its
 own gradient and state.
+
+[Note: Copy before write]
+A save under way needs each chunk as the step before left it. It goes through the chunks by itself; a chunk that it
+has not come to is handed to it by whoever is about to update it, under the guards of the update, whose bytes are
+at hand then. So an update never overtakes a save, and a save reads little of its own where memory is short. It
+takes the chunks of a run in their order (a tensor's digest is of its bytes in order), which is that of the updates;
+where an earlier chunk has no update in this step, it is handed over before anything of the update is guarded,
+because whoever waits for another's chunk while holding one's own could wait for ever.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
-from outcore.chunks.chunk import Chunk
 from outcore.chunks.layout import Segment
 from outcore.chunks.pool import Access, Pool
 from outcore.chunks.store import RunStore
 from outcore.memory.ledger import Ledger
-from outcore.optim.collected import Collected
+from outcore.optim.due import Due, Update
 from outcore.optim.gradients import Gradients
-from outcore.optim.kernels import GradTransform, Master, Rule, Workers
+from outcore.optim.kernels import Master, Rule, Workers
+from outcore.optim.preserver import Nobody, Preserver
 from outcore.optim.update_thread import UpdateThread
 from outcore.trace.clock import Clock
-
-
-@dataclass(frozen=True)
-class Due:
-    """One optimizer step as it was called: later changes of a learning rate do not reach it.
-
-    Attributes:
-        hyper: the parameter groups' hyperparameters at the call.
-        group_of: parameter index to group number.
-        steps: parameter index to the number of its step, counted from 1.
-        transform: unscaling and clipping, applied to each gradient as it is used.
-    """
-
-    hyper: Sequence[Mapping[str, object]]
-    group_of: Mapping[int, int]
-    steps: Mapping[int, int]
-    transform: GradTransform = field(default_factory=GradTransform)
-
-
-@dataclass(eq=False)
-class Update:
-    """One chunk's update in one step.
-
-    Attributes:
-        claimed: somebody is doing it or has done it. Changed under the lock of the pipeline.
-        done: its bytes are as the step leaves them.
-        ticked: its unit was asked for. Only the training thread asks and changes it.
-        error: what the arithmetic raised; it can't be done again.
-    """
-
-    due: Due
-    collected: Collected
-    store: RunStore
-    k: int
-    claimed: bool = False
-    done: bool = False
-    ticked: bool = False
-    error: BaseException | None = None
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        return ("update", self.store.name, self.k)
-
-    @property
-    def gradient(self) -> Chunk:
-        return self.collected.chunk(self.store, self.k)
-
-    @property
-    def written(self) -> tuple[Chunk, ...]:
-        """The chunks that the update changes."""
-        return (self.store.parameters[self.k], *self.store.states[self.k : self.k + 1])
-
-
-class Updates(Protocol):
-    """What is still due, as those see it who use parameters."""
-
-    @property
-    def outstanding(self) -> bool:
-        """Whether any unit is still to be asked for since the last step."""
-
-    def is_due(self, stores: Iterable[RunStore]) -> bool:
-        """Whether any of them is not up to date now."""
-
-    def settle(self, stores: Iterable[RunStore]) -> None:
-        """Bring them up to date."""
-
-    def finish(self) -> None:
-        """Bring everything up to date."""
-
-
-class NoUpdates:
-    """Parameters that nothing trains are always up to date."""
-
-    outstanding = False
-
-    def is_due(self, stores: Iterable[RunStore]) -> bool:
-        return False
-
-    def settle(self, stores: Iterable[RunStore]) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
 
 class Pipeline:
@@ -123,6 +46,9 @@ class Pipeline:
 
     Args:
         ahead: whether a thread works ahead of the training thread.
+
+    Attributes:
+        preserver: who is asked before a chunk changes; see [Note: Copy before write].
     """
 
     def __init__(
@@ -145,6 +71,7 @@ class Pipeline:
         self._workers = workers
         self._updates: dict[RunStore, list[Update]] = {}
         self._changed = threading.Condition()
+        self.preserver: Preserver = Nobody()
         self._thread = UpdateThread(self, pool, clock) if ahead else None
 
     # -- what is due ------------------------------------------------------------------------------
@@ -152,6 +79,8 @@ class Pipeline:
     def begin(self, due: Due) -> None:
         """Take over the gradients of a step. Those of the step before are done first."""
         self.finish()
+        if self._thread is not None:
+            self._thread.join()  # now: later it would find work, and wait for room that nobody makes meanwhile
         collected = self._gradients.take()
         found: dict[RunStore, list[Update]] = {}
         for store in self._stores:
@@ -169,6 +98,10 @@ class Pipeline:
 
     def is_due(self, stores: Iterable[RunStore]) -> bool:
         return any(not update.done for store in stores for update in self._updates.get(store, ()))
+
+    def pending(self) -> Sequence[Update]:
+        with self._changed:
+            return [update for found in self._updates.values() for update in found if not update.done]
 
     def unclaimed(self) -> Update | None:
         """The first update that nobody does yet."""
@@ -219,10 +152,12 @@ class Pipeline:
         if not self.claim(update):
             return
         try:
+            self.preserver.prepare(update)
             guards = ExitStack()
             with guards:
                 guards.enter_context(self._pool.guard([update.gradient], Access.READ))
                 guards.enter_context(self._pool.guard(update.written, Access.WRITE))
+                self.preserver.preserve(update)
                 held = guards.pop_all()
         except BaseException:
             self.unclaim(update)
@@ -249,6 +184,10 @@ class Pipeline:
             update.claimed = True
             return mine
 
+    def claim_ahead(self, update: Update) -> bool:
+        """The same for a thread that holds nothing else, and can't do what must come before the update."""
+        return self.preserver.is_ready(update) and self.claim(update)
+
     def unclaim(self, update: Update) -> None:
         """The update could not be begun: its bytes are as they were."""
         with self._changed:
@@ -261,6 +200,7 @@ class Pipeline:
         with self._changed:
             update.done = True
             self._changed.notify_all()
+        self.preserver.completed(update)
 
     def apply(self, update: Update) -> None:
         """The arithmetic, under guards of the chunks."""

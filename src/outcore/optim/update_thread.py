@@ -29,8 +29,8 @@ class UpdateThread:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Work on what the pipeline has now."""
-        self.join()
+        """Work on what the pipeline has now. The thread before has been joined."""
+        assert self._thread is None
         self._thread = threading.Thread(
             target=_work, args=(self._pipeline, self._pool, self._clock), name="outcore-update", daemon=True
         )
@@ -46,7 +46,7 @@ class UpdateThread:
 
 def _work(reference: weakref.ref[Pipeline], pool: Pool, clock: Clock) -> None:
     while (pipeline := reference()) is not None and (update := pipeline.unclaimed()) is not None:
-        claim = partial(pipeline.claim, update)
+        claim = partial(pipeline.claim_ahead, update)
         try:
             guard = pool.guard_if_room([update.gradient], update.written, claim)
         except OutcoreError:
@@ -55,6 +55,7 @@ def _work(reference: weakref.ref[Pipeline], pool: Pool, clock: Clock) -> None:
         if guard is not None:
             try:
                 with guard:
+                    pipeline.preserver.preserve(update)
                     pipeline.apply(update)
             except BaseException:
                 return  # the pipeline keeps it for the training thread

@@ -19,7 +19,7 @@ def least(
 
     ``disk`` is what is needed beside the least host budget.
     """
-    found = needs(units, points)
+    found = needs(units, points, sliced=False)
     computing = 0
     opened: dict[int, int] = {}
     gradient = [_gradient(unit, on_host) for unit in units]

@@ -35,15 +35,24 @@ class Needs:
     device: int
 
 
-def needs(units: Sequence[Unit], points: Sequence[Point]) -> Needs:
-    """What a training step (or an inference, if nothing is trained) needs for chunks."""
+def needs(units: Sequence[Unit], points: Sequence[Point], sliced: bool) -> Needs:
+    """What a training step (or an inference, if nothing is trained) needs for chunks.
+
+    Args:
+        sliced: blocks sum their gradients over slices, in fp32.
+    """
     around = [p for p in points if any(q is not p and _inside(q, p) for q in points)]
     base = {units[i] for p in around for i in p.units}
     working, largest, device = 0, "", 0
     for point in points:
         opened = {units[i] for i in point.units} | base
         frames = sum(s.run.nbytes for u in opened for s in u.stores)
-        runs = [s.run.nbytes for u in opened for s in u.stores if s.run.trained]
+        runs = [
+            s.run.numel * (max(4, s.run.dtype.itemsize) if sliced and point.block else s.run.dtype.itemsize)
+            for u in opened
+            for s in u.stores
+            if s.run.trained
+        ]
         device = max(device, frames + max(runs, default=0))
         nbytes = sum(u.nbytes for u in opened) + max((_gradient(u) for u in opened), default=0)
         if nbytes > working:

@@ -157,7 +157,7 @@ class Planner:
         """
         subject, limits = self._subject, self._limits
         units, points = subject.layout(settings.chunk_bytes)
-        found = needs(units, points)
+        found = needs(units, points, sliced=False)
         check(found, limits.host, limits.disk, limits.device)
         trace = subject.trace(settings.micro_batch, settings.activations == "recompute", self._on_host)
         size = max(settings.chunk_bytes, sum(unit.nbytes for unit in units) // PIECES)

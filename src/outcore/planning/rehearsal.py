@@ -32,7 +32,7 @@ from outcore.model.residency import Residency
 from outcore.model.trees import tensors_of
 from outcore.model.unit import Binding, Unit
 from outcore.model.units import Point
-from outcore.optim.pipeline import NoUpdates
+from outcore.optim.updates import NoUpdates
 from outcore.planning.recorder import Recorder, Span
 from outcore.planning.work import Work
 

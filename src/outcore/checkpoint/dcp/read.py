@@ -18,7 +18,7 @@ from outcore.checkpoint.dcp.blobs import Archive, Stream
 from outcore.checkpoint.dcp.data import LIMIT
 from outcore.checkpoint.dcp.metadata import NAME, Content, Stored, parse
 from outcore.checkpoint.files import Files, read_all, reading
-from outcore.checkpoint.model import engine_with, persistent_buffers, refuse_open
+from outcore.checkpoint.model import end_previous, engine_with, persistent_buffers, refuse_open
 from outcore.engine import Engine
 from outcore.errors import CheckpointError, ModelError, TierError, UsageError
 from outcore.optim.foreign import Foreign
@@ -265,6 +265,7 @@ class _Load:
     @torch.no_grad()
     def run(self) -> None:
         """Change the model and the optimizer."""
+        end_previous(self._engine)
         self._engine.begin_restore()
         states.write(self._engine, self._values, self._moments)
         for buffer, stored in self._buffers.items():
