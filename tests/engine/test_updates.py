@@ -217,3 +217,14 @@ def test_a_thread_that_never_finds_room_holds_nobody_up(
     for step in range(3):
         train(model, optimizer, step)
     outcore.release(model)
+
+
+def test_updates_that_would_not_fit_beside_a_forward_are_done_in_the_step(tmp_path: Path) -> None:
+    model, optimizer = offloaded(tmp_path, prefetch=False)
+    engine = engine_of(model)
+    train(model, optimizer)
+    assert updates(engine)
+    engine._largest_update = engine.pool.floor  # twice that is more than there is
+    train(model, optimizer)
+    assert not updates(engine)
+    outcore.release(model)
