@@ -228,3 +228,26 @@ def test_updates_that_would_not_fit_beside_a_forward_are_done_in_the_step(tmp_pa
     train(model, optimizer)
     assert not updates(engine)
     outcore.release(model)
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_arithmetic_that_raises_is_reported_and_not_done_again(
+    prefetch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = offloaded(tmp_path, prefetch=prefetch)
+
+    def broken(*args: object) -> None:
+        raise ArithmeticError("no numbers")
+
+    monkeypatch.setattr(Pipeline, "_apply", broken)
+    train(model, optimizer)
+    engine = engine_of(model)
+    assert engine.pipeline is not None
+    if engine.pipeline._thread is not None:
+        engine.pipeline._thread.join()
+    with pytest.raises(ArithmeticError, match="no numbers"):
+        engine.settle()
+    monkeypatch.undo()
+    with pytest.raises(ArithmeticError, match="no numbers"):
+        engine.settle()
+    outcore.release(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from outcore.chunks.chunk import Chunk
 from outcore.chunks.store import RunStore
@@ -28,25 +29,39 @@ class Due:
     transform: GradTransform = field(default_factory=GradTransform)
 
 
+class Progress(Enum):
+    """How far an update is."""
+
+    WAITING = "waiting"
+    CLAIMED = "claimed"
+    """Somebody is doing it."""
+    DONE = "done"
+    """Its bytes are as the step leaves them."""
+    FAILED = "failed"
+    """The arithmetic raised; it can't be done again."""
+
+
 @dataclass(eq=False)
 class Update:
     """One chunk's update in one step.
 
     Attributes:
-        claimed: somebody is doing it or has done it. Changed under the lock of the pipeline.
-        done: its bytes are as the step leaves them.
+        progress: changed under the lock of the pipeline.
         ticked: its unit was asked for. Only the training thread asks and changes it.
-        error: what the arithmetic raised; it can't be done again.
+        error: what made it fail.
     """
 
     due: Due
     collected: Collected
     store: RunStore
     k: int
-    claimed: bool = False
-    done: bool = False
+    progress: Progress = Progress.WAITING
     ticked: bool = False
     error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.progress is Progress.DONE
 
     @property
     def key(self) -> tuple[str, str, int]:

@@ -33,7 +33,7 @@ from outcore.chunks.layout import Segment
 from outcore.chunks.pool import Access, Pool
 from outcore.chunks.store import RunStore
 from outcore.memory.ledger import Ledger
-from outcore.optim.due import Due, Update
+from outcore.optim.due import Due, Progress, Update
 from outcore.optim.gradients import Gradients
 from outcore.optim.kernels import Master, Rule, Workers
 from outcore.optim.preserver import Nobody, Preserver
@@ -108,7 +108,7 @@ class Pipeline:
         with self._changed:
             for updates in self._updates.values():
                 for update in updates:
-                    if not update.claimed:
+                    if update.progress is Progress.WAITING:
                         return update
         return None
 
@@ -169,7 +169,7 @@ class Pipeline:
     def _wait(self, updates: Sequence[Update]) -> None:
         """Until something changed about an update that others do."""
         with self._changed:
-            while all(update.done or update.claimed for update in updates):
+            while not any(update.progress is Progress.WAITING for update in updates):
                 for update in updates:
                     if update.error is not None:
                         raise update.error
@@ -180,8 +180,9 @@ class Pipeline:
     def claim(self, update: Update) -> bool:
         """Whether the caller is to do the update: nobody else does."""
         with self._changed:
-            mine = not update.claimed
-            update.claimed = True
+            mine = update.progress is Progress.WAITING
+            if mine:
+                update.progress = Progress.CLAIMED
             return mine
 
     def claim_ahead(self, update: Update) -> bool:
@@ -191,14 +192,14 @@ class Pipeline:
     def unclaim(self, update: Update) -> None:
         """The update could not be begun: its bytes are as they were."""
         with self._changed:
-            update.claimed = False
+            update.progress = Progress.WAITING
             self._changed.notify_all()
 
     def complete(self, update: Update) -> None:
         """The update is done and nobody holds its chunks any more."""
         update.collected.discard(update.store, update.k)
         with self._changed:
-            update.done = True
+            update.progress = Progress.DONE
             self._changed.notify_all()
         self.preserver.completed(update)
 
@@ -213,7 +214,7 @@ class Pipeline:
                         self._apply(update.due, segment, parameter, values, planes)
         except BaseException as error:
             with self._changed:
-                update.error = error
+                update.progress, update.error = Progress.FAILED, error
                 self._changed.notify_all()
             raise
 
