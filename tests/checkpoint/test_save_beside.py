@@ -8,7 +8,8 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from outcore.checkpoint import files as seam
 from outcore.checkpoint import pieces
 from outcore.checkpoint import saving as saving_module
 from outcore.checkpoint.files import Files
+from outcore.checkpoint.flow import Flow
 from outcore.checkpoint.saving import Saving
 from outcore.engine import engine_of
 
@@ -299,28 +301,63 @@ def test_a_series_waits_for_its_newest(gate: Gate, tmp_path: Path) -> None:
         checkpoints.wait()
 
 
-@pytest.mark.parametrize("patience", [0.0, 3600.0])
-def test_a_save_ends_by_itself_where_no_step_follows(
-    patience: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is not on the host is read after a while, and not before."""
+@contextmanager
+def left_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, patience: float, **settings: Any
+) -> Iterator[tuple[Any, Any, int]]:
+    """A run that stopped stepping, with what it had read from disk by then.
+
+    All that is on the host seems to be needed sooner than what is not, as it is where the last tick's chunks alone are
+    needed later: they stay until the next tick, which never comes.
+    """
     monkeypatch.setattr(saving_module, "PATIENCE", patience)
-    with offloaded(
-        STACK, **TIGHT.settings(tmp_path) | {"budget": outcore.Budget(host="4MiB", disk=tmp_path)}
-    ) as (
-        model,
-        optimizer,
-    ):
+    monkeypatch.setattr(saving_module, "WATCH", 0.001)
+    settings = TIGHT.settings(folder) | {"budget": outcore.Budget(host="4MiB", disk=folder)} | settings
+    with offloaded(STACK, **settings) as (model, optimizer):
         train(model, optimizer, STACK, range(4))
-        engine_of(model).settle()
-        engine_of(model).pool.quiesce()
-        before = outcore.snapshot(model).moved["disk read"]
+        engine = engine_of(model)
+        if settings.get("prefetch", True):
+            engine.settle()
+            engine.pool.quiesce()
+        monkeypatch.setattr(engine.pool._order, "next_use", lambda chunk: 1 if chunk.on_host else 2)
+        yield model, optimizer, outcore.snapshot(model).moved["disk read"]
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_save_ends_by_itself_where_no_step_follows(
+    prefetch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not on the host is read, and without a thread for updates those that are due are done."""
+    with left_alone(tmp_path, monkeypatch, 0.0, prefetch=prefetch) as (model, optimizer, before):
         saving = outcore.save(tmp_path / "one", model, optimizer, wait=False)
-        deadline = time.monotonic() + (20 if patience == 0 else 1.5)
-        while not saving.done and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert saving.done == (patience == 0)
-        assert (outcore.snapshot(model).moved["disk read"] > before) == (patience == 0)
+        assert saving._over.wait(60)
+        assert outcore.snapshot(model).moved["disk read"] > before
+        saving.wait()
+        expected = weights(model)
+        outcore.save(tmp_path / "two", model, optimizer)
+        assert content(tmp_path / "one") == content(tmp_path / "two")
+        outcore.load(tmp_path / "one", model, optimizer)
+        assert all(torch.equal(value, expected[name]) for name, value in weights(model).items())
+
+
+def test_a_save_is_patient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read for it while an update may still bring it."""
+    looks = threading.Semaphore(0)
+    choose = Saving._choose
+
+    def counted(self: Saving, flow: Flow, at_rest: bool) -> Any:
+        found = choose(self, flow, at_rest)
+        if not found[1]:
+            looks.release()
+        return found
+
+    monkeypatch.setattr(Saving, "_choose", counted)
+    with left_alone(tmp_path, monkeypatch, 3600.0) as (model, optimizer, before):
+        saving = outcore.save(tmp_path / "one", model, optimizer, wait=False)
+        for _ in range(30):
+            assert looks.acquire(timeout=60)
+        assert not saving.done
+        assert outcore.snapshot(model).moved["disk read"] == before
     outcore.verify(tmp_path / "one")
 
 

@@ -164,3 +164,33 @@ def test_a_guard_that_does_not_fit_leaves_the_pool_usable() -> None:
     with pytest.raises(StateError, match="released"):
         pool.guard(chunks[:1], Access.READ)
     disk.close()
+
+
+def test_a_thread_beside_training_takes_no_room_but_where_nobody_trains() -> None:
+    """What is needed sooner stays for it, what nobody foresees doesn't; at rest the last to be needed goes."""
+    pool, chunks, order, disk, _ = build()
+    pool._prefetch = False
+    try:
+        for k in range(ROOM + 2):
+            with pool.guard([chunks[k]], Access.WRITE):
+                fill(chunks[k], k)
+        absent = [chunk for chunk in chunks[: ROOM + 2] if not chunk.on_host]
+        order.coming = [chunk for chunk in chunks if chunk.on_host]
+
+        def beside(chunk: Chunk, beyond: int) -> bool:
+            for _ in range(3):  # room may have to be written free first
+                guard = pool.guard_if_room([chunk], (), lambda: True, beyond)
+                if guard is not None:
+                    assert chunk.region.tensor[0] == chunks.index(chunk)
+                    guard.close()
+                    return True
+            return False
+
+        assert not beside(absent[0], NEVER - 1)
+        assert beside(absent[0], -1)
+        assert [chunk for chunk in order.coming if not chunk.on_host] == order.coming[-1:]
+        assert not beside(absent[1], NEVER)  # there is another that nobody foresees, and it may be the next
+        assert beside(absent[1], NEVER - 1)
+    finally:
+        pool.close()
+        disk.close()

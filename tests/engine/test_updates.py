@@ -212,7 +212,7 @@ def test_a_thread_that_never_finds_room_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The training thread does the updates itself; the thread of one step doesn't wait on for those of the next."""
-    monkeypatch.setattr(Pool, "_enter", lambda self, chunks, claim: False)
+    monkeypatch.setattr(Pool, "_enter", lambda self, chunks, claim, beyond: False)
     model, optimizer = offloaded(tmp_path)
     for step in range(3):
         train(model, optimizer, step)

@@ -86,10 +86,10 @@ class Flow:
             if k < lane.store.run.chunks and not self._stopped:
                 yield lane.store, k
 
-    def can_write(self, store: RunStore, k: int) -> bool:
-        """Whether a chunk is as it is to be saved."""
+    def awaits(self, store: RunStore, k: int) -> Update | None:
+        """The update that a chunk is to be saved after, if it is not done yet."""
         update = self._pending.get((store, k))
-        return update is None or update.done
+        return None if update is None or update.done else update
 
     def write(self, store: RunStore, k: int) -> None:
         """Write a chunk that is guarded, unless it was or the save was given up; the run's earlier ones were.

@@ -6,7 +6,9 @@ large lies in chunks, and only updates change chunks. A thread takes those that 
 host. The others are brought there by the next step's updates and handed over then (copy before write, a note in
 `outcore.optim.pipeline`): reading them for the save as well would cost as much again as writing it does. Only what
 is not trained, and what no update has come for in `PATIENCE` (the run may be evaluating for an hour), does the thread
-read by itself, and only where there is room that training has no use for sooner. The thread commits when all is
+read by itself, and only where there is room that training has no use for sooner. Where nothing of the model was used
+for as long, nobody trains and nobody may ever come by: then the thread does the updates that the save waits for, and
+takes room from whatever is needed last, as any reader does. So a save always ends. The thread commits when all is
 written. It makes the files durable too: training writes at most into the page cache. What goes wrong gives the save
 up, and is raised where the run next comes by: at the next step, save, `wait` or `release`.
 """
@@ -26,17 +28,41 @@ from outcore.checkpoint.manifest import Manifest
 from outcore.checkpoint.states import chunks_of
 from outcore.checkpoint.writer import Writer
 from outcore.chunks.pool import Access
+from outcore.chunks.replacers import NEVER
 from outcore.chunks.store import RunStore
 from outcore.engine import Engine
 from outcore.errors import CheckpointError
 from outcore.optim.due import Update
 from outcore.optim.preserver import Nobody
+from outcore.trace.clock import Clock
 
 WATCH = 0.5
 """Seconds after which the thread looks by itself whether there is something to write."""
 
 PATIENCE = 10.0
 """Seconds without anything to write on the host after which the thread reads what it has yet to write."""
+
+UNFORESEEN = NEVER - 1
+"""Beside training the thread takes room from what is needed later, or what nobody knows a use of."""
+
+ANYTHING = -1
+"""Where nobody trains it takes room from whatever is needed last."""
+
+
+class Rest:
+    """Tells whether the model has been at rest for so long that nobody may come by."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._count = clock.count
+        self._since = time.monotonic()
+
+    def lasts(self) -> bool:
+        """Whether nothing of the model was used in `PATIENCE`."""
+        now = time.monotonic()
+        if self._clock.count != self._count:
+            self._count, self._since = self._clock.count, now
+        return now - self._since >= PATIENCE
 
 
 @dataclass(frozen=True)
@@ -139,33 +165,42 @@ class Saving:
         """Write what is left, beside the training thread."""
         job = self._job
         assert job is not None
-        found_here = time.monotonic()
+        found_here, rest = time.monotonic(), Rest(job.engine.clock)
         while next(job.flow.left(), None) is not None:
             with self._changed:
-                found, here = self._choose(job.flow)
+                at_rest = rest.lasts()
+                found, here = self._choose(job.flow, at_rest)
                 now = time.monotonic()
                 if here:
                     found_here = now
-                elif found is not None and found[0].run.trained and now - found_here < PATIENCE:
+                elif found and found[0].run.trained and now - found_here < PATIENCE and not at_rest:
                     found = None
                 if found is None:
                     self._changed.wait(WATCH)
                     continue
-            self._write_beside(job, *found)
+            self._write_beside(job, *found, ANYTHING if at_rest else UNFORESEEN)
             job.writer.settle()
 
-    def _write_beside(self, job: Job, store: RunStore, k: int) -> None:
+    def _write_beside(self, job: Job, store: RunStore, k: int, beyond: int) -> None:
         def wanted() -> bool:
             return job.flow.next(store) == k
 
-        guard = job.engine.pool.guard_if_room(chunks_of(store, k), (), wanted)
+        update = job.flow.awaits(store, k)
+        if update is not None:
+            if update.error is not None:
+                raise update.error
+            job.engine.updates.do_beside(update, beyond)
+            return
+        guard = job.engine.pool.guard_if_room(chunks_of(store, k), (), wanted, beyond)
         if guard is not None:
             with guard:
                 job.flow.write(store, k)
 
-    def _choose(self, flow: Flow) -> tuple[tuple[RunStore, int] | None, bool]:
+    def _choose(self, flow: Flow, at_rest: bool) -> tuple[tuple[RunStore, int] | None, bool]:
         """The chunk to write next, and whether it is on the host; else one that no update will bring."""
-        found = [place for place in flow.left() if flow.can_write(*place)]
+        found = [place for place in flow.left() if flow.awaits(*place) is None]
+        if at_rest and not found:
+            return next(flow.left(), None), False
         for place in found:
             if all(chunk.on_host for chunk in chunks_of(*place)):
                 return place, True

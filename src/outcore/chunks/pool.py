@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from outcore.chunks.chunk import Chunk, Residence
 from outcore.chunks.guards import Access, Guard, SideGuard
-from outcore.chunks.replacers import Order, Replacer
+from outcore.chunks.replacers import NEVER, Order, Replacer
 from outcore.chunks.traffic import Traffic
 from outcore.errors import BudgetError, StateError, TierError
 from outcore.memory.disk import DiskTier
@@ -175,22 +175,23 @@ class Pool:
         return Guard(self, wanted)
 
     def guard_if_room(
-        self, reads: Sequence[Chunk], writes: Sequence[Chunk], claim: Callable[[], bool]
+        self, reads: Sequence[Chunk], writes: Sequence[Chunk], claim: Callable[[], bool], beyond: int = NEVER
     ) -> Guard | None:
         """Guard chunks for a thread beside the one that trains: for reading, and for writing.
 
-        Room is taken only from what is needed later than they are, and waited for holding nothing, so the
-        training thread never finds less than it would alone. ``claim`` is called when there is room, before
-        anything is held. ``None`` if it refuses, or if there is no room for a while.
+        Room is taken only from what is needed later than they are (or than ``beyond`` ticks, if that is sooner; below
+        0, where nobody trains, as `guard` takes it), and waited for holding nothing, so the training thread never finds
+        less than it would alone. ``claim`` is called when there is room, before anything is held. ``None`` if it
+        refuses, or if there is no room for a while.
 
         Raises:
             TierError: a read failed.
         """
         chunks = (*reads, *writes)
         with self._lock:
-            if not self._enter(chunks, claim):
+            if not self._enter(chunks, claim, beyond):
                 self._changed.wait(WATCH)
-                if not self._enter(chunks, claim):
+                if not self._enter(chunks, claim, beyond):
                     return None
             guard = SideGuard(self, chunks)
             self._beside += 1
@@ -213,23 +214,24 @@ class Pool:
                 chunk.last_use = self._clock
             return guard
 
-    def _enter(self, chunks: Sequence[Chunk], claim: Callable[[], bool]) -> bool:
+    def _enter(self, chunks: Sequence[Chunk], claim: Callable[[], bool], beyond: int) -> bool:
         """Pin chunks and start reading those that are on disk, if there is room and the claim is granted."""
-        if not self._holds_idle or self._closed:
+        if self._closed or (beyond >= 0 and not self._holds_idle):
             return False
-        distance = min(self._order.next_use(chunk) for chunk in chunks)
+        distance = min(beyond, *(self._order.next_use(chunk) for chunk in chunks))
         entered = False
         for chunk in chunks:
             chunk.pins += 1  # none of them may make room for the others
         try:
             absent = [chunk for chunk in chunks if not chunk.on_host]
             ready = (
-                all(chunk.error is None for chunk in absent)
+                (beyond < 0 or all(chunk.error is None for chunk in absent))
                 and self._try_room(sum(chunk.nbytes for chunk in absent), distance)
                 and claim()
             )
             if ready:
                 for chunk in absent:
+                    chunk.error = None
                     self._begin_read(chunk)
                 entered = True
         finally:

@@ -31,6 +31,7 @@ import torch
 
 from outcore.chunks.layout import Segment
 from outcore.chunks.pool import Access, Pool
+from outcore.chunks.replacers import NEVER
 from outcore.chunks.store import RunStore
 from outcore.memory.ledger import Ledger
 from outcore.optim.due import Due, Progress, Update
@@ -72,7 +73,7 @@ class Pipeline:
         self._updates: dict[RunStore, list[Update]] = {}
         self._changed = threading.Condition()
         self.preserver: Preserver = Nobody()
-        self._thread = UpdateThread(self, pool, clock) if ahead else None
+        self._thread = UpdateThread(self, pool) if ahead else None
 
     # -- what is due ------------------------------------------------------------------------------
 
@@ -185,9 +186,31 @@ class Pipeline:
                 update.progress = Progress.CLAIMED
             return mine
 
-    def claim_ahead(self, update: Update) -> bool:
-        """The same for a thread that holds nothing else, and can't do what must come before the update."""
-        return self.preserver.is_ready(update) and self.claim(update)
+    def do_beside(self, update: Update, beyond: int = NEVER) -> None:
+        mine = False
+
+        def claim() -> bool:  # whoever holds nothing else can't do what must come before the update
+            nonlocal mine
+            mine = self.preserver.is_ready(update) and self.claim(update)
+            return mine
+
+        guards = ExitStack()
+        try:
+            with guards:
+                guard = self._pool.guard_if_room([update.gradient], update.written, claim, beyond)
+                if guard is None:
+                    return
+                guards.enter_context(guard)
+                self.preserver.preserve(update)
+                held = guards.pop_all()
+        except BaseException:
+            if mine:
+                self.unclaim(update)
+            raise
+        with held:
+            self.apply(update)
+        self._clock.fulfil(update.key)
+        self.complete(update)
 
     def unclaim(self, update: Update) -> None:
         """The update could not be begun: its bytes are as they were."""

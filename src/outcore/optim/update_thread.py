@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from functools import partial
 from typing import TYPE_CHECKING
 
 from outcore.chunks.pool import Pool
-from outcore.errors import OutcoreError
-from outcore.trace.clock import Clock
 
 if TYPE_CHECKING:
     from outcore.optim.pipeline import Pipeline
@@ -22,17 +19,16 @@ if TYPE_CHECKING:
 class UpdateThread:
     """Starts and ends the thread of one pipeline."""
 
-    def __init__(self, pipeline: Pipeline, pool: Pool, clock: Clock) -> None:
+    def __init__(self, pipeline: Pipeline, pool: Pool) -> None:
         self._pipeline = weakref.ref(pipeline)
         self._pool = pool
-        self._clock = clock
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Work on what the pipeline has now. The thread before has been joined."""
         assert self._thread is None
         self._thread = threading.Thread(
-            target=_work, args=(self._pipeline, self._pool, self._clock), name="outcore-update", daemon=True
+            target=_work, args=(self._pipeline,), name="outcore-update", daemon=True
         )
         self._thread.start()
 
@@ -44,21 +40,10 @@ class UpdateThread:
             self._thread = None
 
 
-def _work(reference: weakref.ref[Pipeline], pool: Pool, clock: Clock) -> None:
+def _work(reference: weakref.ref[Pipeline]) -> None:
     while (pipeline := reference()) is not None and (update := pipeline.unclaimed()) is not None:
-        claim = partial(pipeline.claim_ahead, update)
         try:
-            guard = pool.guard_if_room([update.gradient], update.written, claim)
-        except OutcoreError:
-            pipeline.unclaim(update)
-            return  # the training thread will meet it, and it is there that it is raised
-        if guard is not None:
-            try:
-                with guard:
-                    pipeline.preserver.preserve(update)
-                    pipeline.apply(update)
-            except BaseException:
-                return  # the pipeline keeps it for the training thread
-            clock.fulfil(update.key)
-            pipeline.complete(update)
-        del pipeline, claim
+            pipeline.do_beside(update)
+        except BaseException:
+            return  # the training thread will meet it, or finds it kept, and it is there that it is raised
+        del pipeline

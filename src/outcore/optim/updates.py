@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from outcore.chunks.replacers import NEVER
 from outcore.chunks.store import RunStore
 from outcore.optim.due import Update
 from outcore.optim.preserver import Nobody, Preserver
@@ -35,6 +36,16 @@ class Updates(Protocol):
     def pending(self) -> Sequence[Update]:
         """The updates that are not done."""
 
+    def do_beside(self, update: Update, beyond: int = NEVER) -> None:
+        """On a thread that does not train: do an update, unless somebody does it or there is no room for a while.
+
+        Args:
+            beyond: see `outcore.chunks.pool.Pool.guard_if_room`.
+
+        Raises:
+            TierError: its chunks can't be read; nothing of it was done.
+        """
+
 
 class NoUpdates:
     """Parameters that nothing trains are always up to date."""
@@ -55,3 +66,6 @@ class NoUpdates:
 
     def pending(self) -> Sequence[Update]:
         return ()
+
+    def do_beside(self, update: Update, beyond: int = NEVER) -> None:
+        pass

@@ -10,15 +10,21 @@ from outcore.trace.schedule import Schedule
 
 
 class Clock:
-    """Joins a schedule and the pool it foretells for, under the pool's lock."""
+    """Joins a schedule and the pool it foretells for, under the pool's lock.
+
+    Attributes:
+        count: laps and ticks so far: where it stands still, nobody trains.
+    """
 
     def __init__(self, schedule: Schedule, pool: Pool) -> None:
         self._schedule = schedule
         self._pool = pool
+        self.count = 0
 
     def lap(self, key: Hashable) -> bool:
         """A lap begins. Returns whether a lap with this key was recorded before."""
         with self._pool.lock:
+            self.count += 1
             self._schedule.begin(key)
             self._pool.advance()
             return self._schedule.known
@@ -26,6 +32,7 @@ class Clock:
     def tick(self, key: Hashable, needs: Sequence[Chunk]) -> None:
         """A use begins; called before its guard is asked for."""
         with self._pool.lock:
+            self.count += 1
             self._schedule.advance(key, needs)
             self._pool.advance(needs)
 
