@@ -166,6 +166,20 @@ def test_a_guard_that_does_not_fit_leaves_the_pool_usable() -> None:
     disk.close()
 
 
+def test_what_was_to_be_overwritten_is_as_it_was_where_the_guard_is_refused() -> None:
+    pool, chunks, _, disk, _ = build(room=3)
+    for k, chunk in enumerate(chunks):
+        with pool.guard([chunk], Access.FRESH):
+            fill(chunk, k + 1)
+    with pytest.raises(BudgetError):
+        pool.guard(chunks[:4], Access.FRESH)
+    for k, chunk in enumerate(chunks):
+        with pool.guard([chunk], Access.READ):
+            assert int(chunk.region.tensor[0]) == k + 1
+    pool.close()
+    disk.close()
+
+
 def test_a_thread_beside_training_takes_no_room_but_where_nobody_trains() -> None:
     """What is needed sooner stays for it, what nobody foresees doesn't; at rest the last to be needed goes."""
     pool, chunks, order, disk, _ = build()

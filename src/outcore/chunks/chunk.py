@@ -45,10 +45,10 @@ LEGAL: dict[Residence, frozenset[Residence]] = {
     Residence.DISK: frozenset({Residence.READING, Residence.DIRTY, Residence.EMPTY}),
     Residence.READING: frozenset({Residence.CLEAN, Residence.DISK}),
     Residence.CLEAN: frozenset({Residence.DISK, Residence.DIRTY, Residence.EMPTY}),
-    Residence.DIRTY: frozenset({Residence.WRITING, Residence.EMPTY}),
+    Residence.DIRTY: frozenset({Residence.WRITING, Residence.DISK, Residence.EMPTY}),
     Residence.WRITING: frozenset({Residence.CLEAN, Residence.DIRTY}),
 }
-"""From each state, the states it may go to. A failed transfer goes back to where it came from."""
+"""From each state, the states it may go to. A failed transfer, or guard, goes back to where it came from."""
 
 ON_HOST = frozenset({Residence.READING, Residence.CLEAN, Residence.DIRTY, Residence.WRITING})
 
@@ -81,6 +81,11 @@ class Chunk:
     @property
     def on_host(self) -> bool:
         return self.residence in ON_HOST
+
+    @property
+    def moving(self) -> bool:
+        """Whether a transfer of it is under way."""
+        return self.residence is Residence.READING or self.residence is Residence.WRITING
 
     @property
     def ready(self) -> bool:

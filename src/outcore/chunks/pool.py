@@ -36,8 +36,6 @@ WATCH = 0.5
 NEAR = 2
 """Ticks whose needs are read ahead whatever they take."""
 
-UNDER_WAY = frozenset({Residence.READING, Residence.WRITING})
-
 
 class Pool:
     """Chunks on the host over chunks on disk.
@@ -137,7 +135,7 @@ class Pool:
                     self._drop(chunk, Residence.DISK)
                 else:
                     self._begin_write(chunk)
-            leaving = any(chunk.pins == 0 and chunk.residence in UNDER_WAY for chunk in self._resident)
+            leaving = any(chunk.pins == 0 and chunk.moving for chunk in self._resident)
             if not leaving and not self._beside:
                 return
             with self._ledger.waiting("disk write"):
@@ -146,15 +144,13 @@ class Pool:
     # -- guards -----------------------------------------------------------------------------------
 
     def guard(self, chunks: Iterable[Chunk], access: Access) -> Guard:
-        """Bring chunks to the host and pin them.
-
-        Blocks until their bytes are there (for writing, until no transfer uses them).
+        """Bring chunks to the host and pin them; blocks until that is done (for writing, until no transfer uses them).
 
         Raises:
             BudgetError: they do not fit beside what is pinned already.
             TierError: a transfer failed; the chunks are as they were before the call.
         """
-        wanted = tuple(chunks)
+        wanted, overwritten = tuple(chunks), list[Chunk]()
         with self._lock:
             if self._closed:
                 raise StateError("the engine behind this model was released")
@@ -163,10 +159,13 @@ class Pool:
                 chunk.pins += 1
             try:
                 for chunk in wanted:
-                    self._bring(chunk, access)
+                    self._bring(chunk, access, overwritten)
                 for chunk in wanted:
                     self._settle(chunk, access)
             except BaseException:
+                for chunk in overwritten:
+                    if chunk.pins == 1:  # by this call alone: what is on disk is still what it held
+                        self._drop(chunk, Residence.DISK)
                 self.unpin(wanted)
                 raise
             self._clock += 1
@@ -245,20 +244,20 @@ class Pool:
         with self._lock:
             self._changed.notify_all()
 
-    def _bring(self, chunk: Chunk, access: Access) -> None:
-        """Start what must happen before the chunk can be used."""
+    def _bring(self, chunk: Chunk, access: Access, overwritten: list[Chunk]) -> None:
+        """Start what must happen before the chunk can be used; what is not read back is noted."""
         chunk.error = None
-        if chunk.residence is Residence.EMPTY or (
-            chunk.residence is Residence.DISK and access is Access.FRESH
-        ):
+        if not chunk.on_host:
             self._make_room(chunk.nbytes, chunk)
-            if not chunk.on_host:  # making room waits, and others may have acted meanwhile
-                chunk.move(Residence.DIRTY)
-                self._charge(chunk)
-        elif chunk.residence is Residence.DISK:
-            self._make_room(chunk.nbytes, chunk)
-            if chunk.residence is Residence.DISK:
-                self._begin_read(chunk)
+        if chunk.on_host:  # making room waits, and others may have acted meanwhile
+            return
+        if chunk.residence is Residence.DISK and access is not Access.FRESH:
+            self._begin_read(chunk)
+            return
+        if chunk.residence is Residence.DISK:
+            overwritten.append(chunk)
+        chunk.move(Residence.DIRTY)
+        self._charge(chunk)
 
     def _settle(self, chunk: Chunk, access: Access) -> None:
         """Wait until the chunk's bytes may be used as asked."""
@@ -295,7 +294,7 @@ class Pool:
         """Forget the bytes of chunks that are not pinned: afterwards they are empty, on host and disk."""
         with self._lock:
             for chunk in chunks:
-                while chunk.residence in (Residence.READING, Residence.WRITING):
+                while chunk.moving:
                     self._changed.wait()
                 assert chunk.pins == 0, chunk.name
                 if chunk.on_host:
