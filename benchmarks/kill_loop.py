@@ -2,9 +2,10 @@
 
     python benchmarks/kill_loop.py --kills 1000
 
-After each kill the newest committed checkpoint must verify; each run that comes to its end must have seen the
-same losses and norms, and have the same weights, as one that was never killed; and no folder of a dead writer may
-outlive the next save.
+Each start has its states elsewhere: in memory, or most of them on disk. After each kill the newest committed checkpoint
+must verify, and there may be no swap file, no byte in shared memory, no temporary file and at most one unfinished
+checkpoint, which the next start removes. Each run that comes to its end must have seen the same losses and norms, and
+have the same weights, as one that was never killed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python tests/checkpoint/killed.py DIR STEPS
 
-Trains from the newest checkpoint, saves every step, and writes what it saw of each step (loss, norm) to
-``DIR/seen-N``; at the end a digest of all weights to ``DIR/done``.
+Trains, in memory or with most of its states on disk, from the newest checkpoint, saves every step, and writes what it
+saw of each step (loss, norm) to ``DIR/seen-N``; at the end a digest of all weights to ``DIR/done``. What it keeps on
+disk is in ``DIR/disk``.
 """
 
 from __future__ import annotations
@@ -36,12 +37,19 @@ class Small(nn.Module):
         return x
 
 
-def run(folder: Path, steps: int, keep: int = 3) -> tuple[dict[int, Any], str]:
+PLACES = {"memory": ("256MiB", "8MiB"), "disk": ("256KiB", "16KiB"), "small chunks": ("320KiB", "4KiB")}
+"""Host budget and chunk size; in the first all fits."""
+
+
+def run(folder: Path, steps: int, where: str = "memory", keep: int = 3) -> tuple[dict[int, Any], str]:
     """Train to the end; what each step showed, and a digest of the weights."""
+    host, chunk_size = PLACES[where]
+    (folder / "disk").mkdir(parents=True, exist_ok=True)
     torch.manual_seed(1)
     model = Small()
     optimizer = outcore.AdamW(model.parameters(), lr=1e-2)
-    outcore.offload(model, optimizer, budget=outcore.Budget(host="256MiB"))
+    budget = outcore.Budget(host=host, disk=folder / "disk")
+    outcore.offload(model, optimizer, budget=budget, chunk_size=chunk_size)
     checkpoints = outcore.Checkpoints(folder / "run", keep=keep)
     torch.manual_seed(2)
     found = checkpoints.restore(model, optimizer)
