@@ -17,7 +17,7 @@ DEMO_FLAGS := --model gpt2 --data stdlib --host-memory 1GiB --disk $(DEMO) --log
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo picture test test-long lint format clean
+.PHONY: demo picture test test-long sweep lint format clean
 
 demo: $(VENV)/.run
 	@mkdir -p $(DEMO)
@@ -33,6 +33,10 @@ test: lint
 
 test-long: $(VENV)/.test
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m slow
+
+# Each operation of a step, a save and a load fails in turn, in each way: a quarter of an hour.
+sweep: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fault_sweep.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ import errno
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ import pytest
 from outcore.memory.blockfile import BlockFile, MemoryFile
 
 Operation = Literal["read", "write", "extend"]
-Kind = Literal["eio", "enospc", "eintr", "short", "none", "torn", "lost", "flip", "stale", "swap"]
+Kind = Literal["eio", "enospc", "eintr", "short", "none", "torn", "lost", "flip", "stale", "swap", "late"]
 
 LOUD: dict[str, int] = {"eio": errno.EIO, "enospc": errno.ENOSPC, "eintr": errno.EINTR}
 """Faults that the system reports."""
@@ -35,7 +36,8 @@ KINDS: dict[Operation, tuple[Kind, ...]] = {
 
 - ``short``: half is moved, and said so; ``none``: nothing is moved, and said so;
 - ``torn``: half is written, ``lost``: nothing is, and success is claimed;
-- ``flip``: one bit differs; ``stale``: what was there before the last write; ``swap``: another block's bytes.
+- ``flip``: one bit differs; ``stale``: what was there before the last write; ``swap``: another block's bytes;
+- ``late`` (no fault, and so not among these): it takes its time.
 """
 
 
@@ -125,6 +127,8 @@ class FaultyFile:
             if fault.strikes(operation, count):
                 if fault.kind in LOUD:
                     raise OSError(LOUD[fault.kind], os.strerror(LOUD[fault.kind]))
+                if fault.kind == "late":
+                    time.sleep(0.002 if fault.forever else 0.03)
                 return fault.kind
         return None
 

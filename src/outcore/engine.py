@@ -22,6 +22,7 @@ from outcore.memory.device import find, free_bytes
 from outcore.memory.disk import DiskTier
 from outcore.memory.host import PAGE
 from outcore.memory.ledger import Ledger, Snapshot
+from outcore.memory.refusal import allocating
 from outcore.memory.sizes import parse_size
 from outcore.model import weights as weights_of
 from outcore.model.activations import treat_blocks
@@ -182,17 +183,9 @@ class Engine:
             self._undo.append(PointHooks(point.module, opened, self.residency, self.backward).remove)
         self._undo += treat_blocks(self.points, self._activations, self._summed)
         self._undo += filter(None, [slice_loss(model, self._activations)])
-        self._undo.append(
-            Laps(
-                model,
-                self.stage.device,
-                self.precision.dtype,
-                self.clock,
-                self.gauge,
-                self.backward,
-                self.updates,
-            ).remove
-        )
+        device, dtype = self.stage.device, self.precision.dtype
+        self.laps = Laps(model, device, dtype, self.clock, self.gauge, self.backward, self.updates)
+        self._undo.append(self.laps.remove)
         self._places = {b.parameter: (u.index, i) for u in self.units for i, b in enumerate(u.bindings)}
         for parameter, place in self._places.items():
             if parameter.requires_grad:
@@ -220,6 +213,7 @@ class Engine:
 
         return parameter.register_post_accumulate_grad_hook(accumulated)
 
+    @allocating("a gradient")
     def _accumulated(self, number: int, place: int, gradient: torch.Tensor) -> None:
         unit = self.units[number]
         binding = unit.bindings[place]
@@ -310,9 +304,11 @@ class Engine:
                     return weights_of.moments(binding, self.pool, self.rule)
         raise KeyError(index)
 
-    def begin_restore(self) -> None:
-        """All parameters and states are about to be replaced: drop what was derived from the old ones."""
+    def begin_restore(self, whole: bool) -> None:
+        """All parameters (and states, if ``whole``) are about to be replaced: drop what comes from the old ones."""
         self.updates.preserver.finish()
+        if whole:
+            self.updates.forget()
         self.settle()
         self.clear()
         for unit in self.units:
@@ -344,6 +340,7 @@ class Engine:
             self.disk.close()
 
 
+@allocating("a model to be offloaded")
 def offload(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,

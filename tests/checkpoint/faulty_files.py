@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +23,8 @@ def half(view: memoryview) -> int:
 class FaultyFiles(Files):
     """Counts the operations named, and lets one of them, or it and all later ones, fail.
 
-    ``kind`` is ``"EIO"`` or ``"ENOSPC"``, ``"short"`` (half is moved, and said so) or ``"none"`` (nothing is).
+    ``kind`` is ``"EIO"`` or ``"ENOSPC"``, ``"short"`` (half is moved, and said so), ``"none"`` (nothing is), or
+    ``"late"`` (it takes its time).
     """
 
     operations: tuple[str, ...]
@@ -41,7 +43,9 @@ class FaultyFiles(Files):
         struck = self.count == self.at or (self.forever and 0 < self.at < self.count)
         if struck and self.kind in CODES:
             raise OSError(CODES[self.kind], os.strerror(CODES[self.kind]))
-        return struck
+        if struck and self.kind == "late":
+            time.sleep(0.002 if self.forever else 0.03)
+        return struck and self.kind in ("short", "none")
 
     def make_directory(self, path: Path) -> None:
         self._strikes("make_directory")

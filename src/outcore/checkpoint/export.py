@@ -21,12 +21,14 @@ from outcore.checkpoint.pieces import Layout, Piece
 from outcore.checkpoint.reader import opened, parts
 from outcore.checkpoint.writer import Cursor, Writer, committed
 from outcore.errors import ModelError
+from outcore.memory.refusal import allocating
 from outcore.model.policies import Precision, PrecisionName
 
 SHARD_BYTES = 4 * 10**9
 """A shard takes no further tensor once it is this large."""
 
 
+@allocating("an export")
 def export(model: nn.Module, path: str | PathLike[str], dtype: PrecisionName = "bf16") -> None:
     """Write an offloaded model as a directory that ``from_pretrained`` loads.
 
@@ -71,6 +73,7 @@ def export(model: nn.Module, path: str | PathLike[str], dtype: PrecisionName = "
     _write(Path(path), layout, pieces, fill, lambda folder: _save_configs(model, target, folder))
 
 
+@allocating("an export")
 def export_stored(
     checkpoint: Path,
     path: Path,

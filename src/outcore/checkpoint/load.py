@@ -25,10 +25,12 @@ from outcore.checkpoint.reader import Reader, opened
 from outcore.checkpoint.values import decode
 from outcore.engine import Engine
 from outcore.errors import CheckpointError, TierError
+from outcore.memory.refusal import allocating
 from outcore.optim.optimizer import Optimizer
 from outcore.optim.scaling import LossScale
 
 
+@allocating("a checkpoint")
 def load(path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
     """Load a checkpoint, so that the run goes on to the bit as the one that was saved.
 
@@ -102,7 +104,8 @@ class Restore:
             unstreamed = decode(self._stored.unstreamed, self._tensor)
             _check_objects(hyper, unstreamed)
         try:
-            self._stream(manifest)
+            with allocating("a checkpoint"):
+                self._stream(manifest)
             if self._optimizer is not None and self._stored is not None:
                 self._resume(self._optimizer, self._stored, hyper, unstreamed)
                 rng.restore(random)
@@ -116,7 +119,8 @@ class Restore:
 
     @torch.no_grad()
     def _stream(self, manifest: Manifest) -> None:
-        self._engine.begin_restore()
+        whole = self._optimizer is not None
+        self._engine.begin_restore(whole)
         source = self._reader.source
         moments = {}
         if self._optimizer is not None:
@@ -125,7 +129,7 @@ class Restore:
                 for name, (_, stored) in self._parameters.items()
             }
         values = {name: source(stored.value) for name, (_, stored) in self._parameters.items()}
-        states.write(self._engine, values, moments)
+        states.write(self._engine, values, moments, whole)
         for name, buffer in self._buffers.items():
             buffer.copy_(source(manifest.buffers[name]).whole())
 

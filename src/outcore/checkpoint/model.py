@@ -35,6 +35,7 @@ def refuse_open(engine: Engine) -> None:
     Raises:
         StateError: one is.
     """
+    engine.laps.abandon()
     if any(unit.opened for unit in engine.units):
         raise StateError("a checkpoint can't be loaded while parameters are open: leave outcore.gather first")
 

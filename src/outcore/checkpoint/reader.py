@@ -18,6 +18,7 @@ from outcore.checkpoint.pieces import Piece, digest, raw
 from outcore.checkpoint.underway import wait_for
 from outcore.checkpoint.writer import TEMPORARY
 from outcore.errors import CheckpointError
+from outcore.memory.refusal import allocating
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -141,6 +142,7 @@ def opened(path: Path) -> Iterator[Reader]:
         reader.close()
 
 
+@allocating("a checkpoint")
 def verify(path: str | PathLike[str]) -> Manifest:
     """Read all of a checkpoint and compare every digest.
 

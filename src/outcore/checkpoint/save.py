@@ -27,6 +27,7 @@ from outcore.checkpoint.values import Put, encode
 from outcore.checkpoint.writer import Writer, committed
 from outcore.engine import Engine
 from outcore.errors import StateError
+from outcore.memory.refusal import allocating
 from outcore.optim.foreign import Foreign
 from outcore.optim.optimizer import Optimizer
 
@@ -73,6 +74,7 @@ def save(
     return saving
 
 
+@allocating("a checkpoint")
 def begin(
     path: str | PathLike[str],
     model: nn.Module,
@@ -84,6 +86,7 @@ def begin(
     """Write what is small and note the rest; ``after`` is called once the checkpoint is committed."""
     engine = engine_with(model, optimizer)
     end_previous(engine)
+    engine.laps.abandon()
     engine.stage.synchronize()
     if engine.present():
         raise StateError("a checkpoint is saved between steps, and gradients are waiting: step() first")

@@ -32,6 +32,7 @@ from outcore.chunks.replacers import NEVER
 from outcore.chunks.store import RunStore
 from outcore.engine import Engine
 from outcore.errors import CheckpointError
+from outcore.memory.refusal import typed
 from outcore.optim.due import Update
 from outcore.optim.preserver import Nobody
 from outcore.trace.clock import Clock
@@ -238,6 +239,7 @@ class Saving:
 
     def _give_up(self, error: BaseException) -> None:
         job = self._job
+        error = typed(error, f"the checkpoint {self.path}")
         if not isinstance(error, Exception):
             told = CheckpointError(f"{self.path} was not saved: {type(error).__name__} came in between")
             told.__cause__, error = error, told

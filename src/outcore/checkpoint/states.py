@@ -98,9 +98,14 @@ def chunks_of(store: RunStore, k: int) -> tuple[Chunk, ...]:
     return (store.parameters[k], *store.states[k : k + 1])
 
 
-def write(engine: Engine, values: Mapping[str, Source], moments: Mapping[str, Mapping[str, Source]]) -> None:
-    """Stream all parameters in; moments that are not given stay as they are."""
-    for part in _parts(engine, Access.WRITE):
+def write(
+    engine: Engine, values: Mapping[str, Source], moments: Mapping[str, Mapping[str, Source]], whole: bool
+) -> None:
+    """Stream all parameters in; moments that are not given stay as they are. ``whole``: all of them are given.
+
+    What is replaced as a whole is not read from the disk before, where it may be damaged.
+    """
+    for part in _parts(engine, Access.FRESH if whole else Access.WRITE):
         name, count = part.binding.name, part.parameter.numel()
         new = values[name].read(count)
         sources = moments.get(name)

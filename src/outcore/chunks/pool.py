@@ -195,9 +195,7 @@ class Pool:
             guard = SideGuard(self, chunks)
             self._beside += 1
             try:
-                while any(chunk.residence is Residence.READING for chunk in chunks) or any(
-                    chunk.residence is Residence.WRITING for chunk in writes
-                ):
+                while any(c.residence is Residence.READING for c in reads) or any(c.moving for c in writes):
                     self._changed.wait()
                 for chunk in chunks:
                     if not chunk.on_host:
@@ -266,7 +264,9 @@ class Pool:
                 while chunk.residence is Residence.READING:
                     self._changed.wait()
         if chunk.error is not None and not chunk.on_host:
-            raise chunk.error
+            if access is not Access.FRESH:  # else it is overwritten
+                raise chunk.error
+            self._bring(chunk, access, [])
         if access is Access.READ:
             return
         if chunk.residence is Residence.WRITING:

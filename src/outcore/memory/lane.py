@@ -26,6 +26,7 @@ from outcore.memory import blocks
 from outcore.memory.blockfile import BlockFile
 from outcore.memory.extents import Extent, Space
 from outcore.memory.ledger import Ledger, Link
+from outcore.memory.refusal import allocating
 from outcore.memory.transfer import Completer, Transfer
 from outcore.memory.watchdog import Watchdog
 
@@ -209,6 +210,7 @@ class Lane:
                 queue.popleft()
             return transfer, index
 
+    @allocating("a transfer")
     def _move(self, transfer: Transfer, index: int, bounce: blocks.Bounce) -> None:
         start = index * self._request
         view = transfer.view[start : start + self._request]

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from outcore.errors import StateError
+from outcore.memory.refusal import allocating
 from outcore.model.backward import BackwardPass, Call
 from outcore.model.graph import next_sequence_number
 from outcore.model.residency import Residency
@@ -49,6 +50,7 @@ class PointHooks:
             "an offloaded model can't be copied or pickled, its parameters are elsewhere: use outcore.weights(model)"
         )
 
+    @allocating("a call of a module")
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._backward.calls:
             self._calls.clear()  # of forwards that were abandoned
@@ -57,16 +59,18 @@ class PointHooks:
             for unit in self._units:
                 self._residency.enter(unit, "backward" if self._backward.running else "forward")
                 entered.append(unit)
+            first_node = next_sequence_number()
         except BaseException:
             for unit in entered:
                 self._residency.leave(unit)
             self._calls.append(None)  # the forward hook is called all the same
             raise
         calls = self._backward.calls
-        call = Call(self._units, next_sequence_number(), calls[-1] if calls else None)
+        call = Call(self._units, first_node, calls[-1] if calls else None)
         self._calls.append(call)
         calls.append(call)
 
+    @allocating("a call of a module")
     def _post_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
@@ -74,9 +78,11 @@ class PointHooks:
         if call is None:  # torch calls this, too, when a pre-hook before ours raised
             return None
         self._backward.calls.remove(call)
-        output = self._own(output)
-        for unit in self._units:
-            self._residency.leave(unit)
+        try:
+            output = self._own(output)
+        finally:
+            for unit in self._units:
+                self._residency.leave(unit)
         if torch.is_grad_enabled():
             self._backward.watch(call, [tensor for tensor in tensors_of(output) if tensor.requires_grad])
         return output

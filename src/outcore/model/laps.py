@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from outcore.errors import StateError
+from outcore.memory.refusal import allocating
 from outcore.model.backward import BackwardPass
 from outcore.model.trees import change_tensors, tensors_of
 from outcore.optim.updates import Updates
@@ -52,10 +53,19 @@ class Laps:
             "an offloaded model can't be copied or pickled, its parameters are elsewhere: use outcore.weights(model)"
         )
 
+    def abandon(self) -> None:
+        """Close what a forward or a backward that raised left open."""
+        if not self._is_running():
+            self._depth, self._outermost = 0, None
+            self._backward.abandon_calls()
+        if not self._backward.running:
+            self._backward.abandon()
+
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
+    @allocating("the model's inputs")
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from outcore.memory.ledger import Ledger
+from outcore.memory.refusal import allocating
 from outcore.model.stage import Stage
 from outcore.model.unit import Unit
 from outcore.optim.gradients import Gradients
@@ -50,7 +51,8 @@ class Residency:
         if unit.opened > 1:
             return
         try:
-            self._open(unit, phase)
+            with allocating(f"the {phase} of {unit.name}"):
+                self._open(unit, phase)
         except BaseException:
             unit.opened -= 1
             raise

@@ -11,6 +11,7 @@ from torch import nn
 from outcore.chunks.pool import Access, Pool
 from outcore.chunks.store import RunStore
 from outcore.errors import ModelError
+from outcore.memory.refusal import allocating
 from outcore.model.unit import Binding, Unit
 from outcore.model.units import UnitPlan
 from outcore.optim.kernels import Rule
@@ -125,6 +126,7 @@ def masters(unit: Unit, pool: Pool, rule: Rule | None) -> Iterator[tuple[str, to
         yield binding.name, _read(binding.store, binding, pool, rule)
 
 
+@allocating("a parameter in full precision")
 def _read(store: RunStore, binding: Binding, pool: Pool, rule: Rule | None) -> torch.Tensor:
     slot = binding.slot
     trained = bool(store.states) and rule is not None
@@ -145,6 +147,7 @@ def _read(store: RunStore, binding: Binding, pool: Pool, rule: Rule | None) -> t
     return out.view(slot.shape)
 
 
+@allocating("an optimizer state")
 def moments(binding: Binding, pool: Pool, rule: Rule) -> Mapping[str, torch.Tensor]:
     """A trained parameter's moments, by torch's names, in its shape."""
     store, slot = binding.store, binding.slot

@@ -24,6 +24,7 @@ from outcore.chunks.chunk import Chunk
 from outcore.chunks.layout import BLOCK, Slot
 from outcore.chunks.pool import Access, Guard, Pool
 from outcore.chunks.store import RunStore
+from outcore.memory.refusal import allocating
 from outcore.optim.collected import Collected
 from outcore.optim.kernels import GradTransform, Workers, accumulate, sum_of_squares
 
@@ -138,6 +139,7 @@ class Gradients:
         sum_of_squares(values, sums, transform=transform, workers=self._workers)
         return sums
 
+    @allocating("the norm of the gradients")
     def sum_of_squares(self, transform: GradTransform = PLAIN) -> float:
         """The exact sum of the squares of all gradients; inf or NaN if one of them is.
 

@@ -34,6 +34,7 @@ from outcore.chunks.pool import Access, Pool
 from outcore.chunks.replacers import NEVER
 from outcore.chunks.store import RunStore
 from outcore.memory.ledger import Ledger
+from outcore.memory.refusal import allocating
 from outcore.optim.due import Due, Progress, Update
 from outcore.optim.gradients import Gradients
 from outcore.optim.kernels import Master, Rule, Workers
@@ -127,10 +128,20 @@ class Pipeline:
 
     def close(self) -> None:
         """Forget what is due, and wait for what is being done."""
+        self._forget()
+
+    def forget(self) -> None:
+        for updates in self._forget().values():
+            for update in updates:
+                if not update.done:
+                    update.collected.discard(update.store, update.k)
+
+    def _forget(self) -> dict[RunStore, list[Update]]:
         with self._changed:
-            self._updates = {}
+            found, self._updates = self._updates, {}
         if self._thread is not None:
             self._thread.join()
+        return found
 
     def _settle(self, updates: Sequence[Update]) -> None:
         """On the training thread: do what is left of a store's updates, wait for what others do."""
@@ -231,7 +242,8 @@ class Pipeline:
         store, k = update.store, update.k
         parameter, values, planes = store.parameter(k), update.collected.values(store, k), store.state(k)
         try:
-            with self._ledger.doing("update", store.parameters[k].name):
+            name = store.parameters[k].name
+            with self._ledger.doing("update", name), allocating(f"the update of {name}"):
                 for segment in store.run.segments(k):
                     if segment.slot.index in update.collected.present:
                         self._apply(update.due, segment, parameter, values, planes)

@@ -33,6 +33,9 @@ class Updates(Protocol):
     def finish(self) -> None:
         """Bring everything up to date."""
 
+    def forget(self) -> None:
+        """Do no more of what is due: all parameters and states are about to be replaced."""
+
     def pending(self) -> Sequence[Update]:
         """The updates that are not done."""
 
@@ -62,6 +65,9 @@ class NoUpdates:
         pass
 
     def finish(self) -> None:
+        pass
+
+    def forget(self) -> None:
         pass
 
     def pending(self) -> Sequence[Update]:

@@ -21,10 +21,12 @@ from outcore.checkpoint.files import Files, read_all, reading
 from outcore.checkpoint.model import end_previous, engine_with, persistent_buffers, refuse_open
 from outcore.engine import Engine
 from outcore.errors import CheckpointError, ModelError, TierError, UsageError
+from outcore.memory.refusal import allocating
 from outcore.optim.foreign import Foreign
 from outcore.optim.optimizer import Optimizer
 
 
+@allocating("a checkpoint")
 def from_dcp(
     path: str | PathLike[str],
     model: nn.Module,
@@ -266,8 +268,8 @@ class _Load:
     def run(self) -> None:
         """Change the model and the optimizer."""
         end_previous(self._engine)
-        self._engine.begin_restore()
-        states.write(self._engine, self._values, self._moments)
+        self._engine.begin_restore(whole=False)
+        states.write(self._engine, self._values, self._moments, whole=False)
         for buffer, stored in self._buffers.items():
             buffer.copy_(self._whole(stored))
         if self._optimizer is not None:

@@ -17,6 +17,7 @@ from outcore.checkpoint.reader import Reader, Source, opened
 from outcore.checkpoint.values import decode
 from outcore.checkpoint.writer import committed
 from outcore.errors import CheckpointError, ModelError, UsageError
+from outcore.memory.refusal import allocating
 
 PART = 64 << 20
 """A tensor is written in parts of whole rows, each of at most so many bytes (or one row)."""
@@ -29,6 +30,7 @@ _TORCH: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+@allocating("a checkpoint")
 def to_dcp(
     checkpoint: str | PathLike[str],
     path: str | PathLike[str],
