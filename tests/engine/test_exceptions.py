@@ -76,6 +76,23 @@ def test_in_forward(place: int, kind: type[BaseException], recompute: bool, tmp_
     same(script, tmp_path, activations=outcore.Activations("recompute" if recompute else "keep"))
 
 
+def test_in_a_forward_within_a_forward(tmp_path: Path) -> None:
+    """The model calls itself: what raises inside leaves the call around it open."""
+
+    def script(run: Run) -> None:
+        for step in range(2):
+
+            def again(module: Any, args: Any, number: int = step) -> None:
+                handle.remove()
+                with torch.no_grad(), raising(run.model.head), pytest.raises(OopsError):
+                    run.loss(90 + number)
+
+            handle = run.model.blocks[1].up.register_forward_pre_hook(again)
+            run.train(step)
+
+    same(script, tmp_path)
+
+
 @pytest.mark.parametrize("kind", [OopsError, StopError])
 def test_in_evaluation(kind: type[BaseException], tmp_path: Path) -> None:
     def script(run: Run) -> None:

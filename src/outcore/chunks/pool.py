@@ -259,14 +259,14 @@ class Pool:
 
     def _settle(self, chunk: Chunk, access: Access) -> None:
         """Wait until the chunk's bytes may be used as asked."""
-        if chunk.residence is Residence.READING:
-            with self._ledger.waiting("disk read"):
-                while chunk.residence is Residence.READING:
+        while not chunk.ready:
+            if chunk.residence is Residence.READING:
+                with self._ledger.waiting("disk read"):
                     self._changed.wait()
-        if chunk.error is not None and not chunk.on_host:
-            if access is not Access.FRESH:  # else it is overwritten
+            elif chunk.error is not None and access is not Access.FRESH:
                 raise chunk.error
-            self._bring(chunk, access, [])
+            else:  # what could not be read is overwritten, and somebody may begin to read it meanwhile
+                self._bring(chunk, access, [])
         if access is Access.READ:
             return
         if chunk.residence is Residence.WRITING:

@@ -65,7 +65,6 @@ class Laps:
         for handle in self._handles:
             handle.remove()
 
-    @allocating("the model's inputs")
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -86,7 +85,8 @@ class Laps:
                 moved[id(tensor)] = self._place(tensor)
             return moved[id(tensor)]
 
-        return change_tensors(args, place), change_tensors(kwargs, place)
+        with allocating("the model's inputs"):
+            return change_tensors(args, place), change_tensors(kwargs, place)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(0, self._depth - 1)  # torch calls this, too, when a pre-hook before ours raised
