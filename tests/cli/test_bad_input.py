@@ -17,6 +17,7 @@ from outcore.memory.extents import Space
 
 BAD = {
     "missing path": (("--data", "{tmp}/none.txt"), "no such file or folder"),
+    "a path that is too long": (("--data", "n" * 300), "a path is too long: nnn"),
     "a folder without text": (("--data", "{tmp}/empty"), "no text files"),
     "not text": (("--data", "{tmp}/binary.txt"), "not UTF-8"),
     "text shorter than a sequence": (("--data", "{tmp}/short.txt"), "less than one sequence of 32"),

@@ -80,14 +80,15 @@ def test_in_a_forward_within_a_forward(tmp_path: Path) -> None:
     """The model calls itself: what raises inside leaves the call around it open."""
 
     def script(run: Run) -> None:
+        handles: list[Any] = []
         for step in range(2):
 
             def again(module: Any, args: Any, number: int = step) -> None:
-                handle.remove()
+                handles.pop().remove()
                 with torch.no_grad(), raising(run.model.head), pytest.raises(OopsError):
                     run.loss(90 + number)
 
-            handle = run.model.blocks[1].up.register_forward_pre_hook(again)
+            handles.append(run.model.blocks[1].up.register_forward_pre_hook(again))
             run.train(step)
 
     same(script, tmp_path)

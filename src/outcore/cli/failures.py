@@ -16,6 +16,7 @@ With ``OUTCORE_DEBUG=1`` in the environment the traceback comes before the line.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -70,7 +71,12 @@ def code_of(error: Exception) -> int:
     """The exit code for an error; the argument parser's errors bring their own."""
     if hasattr(error, "format_message"):
         return int(getattr(error, "exit_code", USAGE))
-    return USAGE if isinstance(error, (UsageError, BudgetError)) else FAILED
+    return USAGE if isinstance(error, (UsageError, BudgetError)) or _is_long(error) else FAILED
+
+
+def _is_long(error: Exception) -> bool:
+    """Whether a path is longer than the file system takes: it can only be one that was given."""
+    return isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
 
 
 def message(error: Exception) -> str:
@@ -79,6 +85,8 @@ def message(error: Exception) -> str:
         return f"error: {error.format_message()}"
     if isinstance(error, OutcoreError):
         return f"error: {error}"
+    if isinstance(error, OSError) and _is_long(error):
+        return f"error: a path is too long: {str(error.filename)[:60]}..."
     if isinstance(error, MemoryError):
         return "error: the machine has no more memory: give a smaller --host-memory and a --disk"
     text = str(error).strip()

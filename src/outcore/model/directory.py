@@ -63,12 +63,12 @@ class Directory:
                 raise ModelError(f"{index} is larger than any index should be")
             weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
             names = {str(tensor): str(file) for tensor, file in weight_map.items()}
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ModelError(f"{index} is not a readable index: {error!r}") from None
         for file in set(names.values()):
             if Path(file).name != file or file in ("", ".", ".."):
                 raise ModelError(f"{index} names {file!r}, which is not a file of its own directory")
-            if not (self._path / file).is_file():
+            if len(file) > 255 or not (self._path / file).is_file():
                 raise ModelError(f"{index} names {file}, which is missing")
         return {tensor: self._path / file for tensor, file in names.items()}
 
