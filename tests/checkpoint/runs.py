@@ -36,9 +36,10 @@ class Where:
         return dict(budget=budget, chunk_size=self.chunk)
 
 
+# In the last two a part of every shape's states is on the disk, in the first none.
 MEMORY = Where("1GiB", False, "8MiB")
-TIGHT = Where("16MiB", True, "128KiB")
-MIDDLE = Where("60MiB", True, "1MiB")
+TIGHT = Where("4MiB", True, "128KiB")
+MIDDLE = Where("8MiB", True, "1MiB")
 
 
 @contextmanager

@@ -132,8 +132,10 @@ def test_the_streams_are_dangerous_indeed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stream", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_metadata_is_refused(copy: Path, model: nn.Module, stream: bytes) -> None:
     (copy / ".metadata").write_bytes(stream)
+    before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(CheckpointError, match=r"\.metadata"):
         outcore.from_dcp(copy, model)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("stream", HOSTILE.values(), ids=HOSTILE)

@@ -12,7 +12,7 @@ import torch
 
 import faulty
 import outcore
-from checkpoint.runs import STACK, offloaded, train, weights
+from checkpoint.runs import STACK, TIGHT, offloaded, train, weights
 from faulty import Fault, FaultyFile
 from outcore.checkpoint import states
 from outcore.engine import engine_of
@@ -25,7 +25,7 @@ from outcore.optim.pipeline import Pipeline
 def saved(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any, FaultyFile]]:
     """A run with most of its states on disk, after a step that is saved and one that is not."""
     opened = faulty.install(patch)
-    with offloaded(STACK, **tight(folder)) as (model, optimizer):
+    with offloaded(STACK, **TIGHT.settings(folder)) as (model, optimizer):
         train(model, optimizer, STACK, range(1))
         outcore.save(folder / "saved", model, optimizer)
         yield model, optimizer, opened[0]
@@ -41,11 +41,6 @@ def check_back(folder: Path, model: Any, optimizer: Any) -> None:
         expected = train(other, fresh, STACK, range(1, 3))
         expected.weights = weights(other)
     found.assert_equal(expected)
-
-
-def tight(folder: Path) -> dict[str, Any]:
-    """Less than half of the states are on the host."""
-    return dict(budget=outcore.Budget(host="4MiB", disk=folder), chunk_size="128KiB")
 
 
 class OopsError(Exception):
@@ -100,7 +95,7 @@ def test_bytes_on_disk_that_are_damaged_for_good(tmp_path: Path, monkeypatch: py
 
 
 def test_nothing_is_read_from_the_swap_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = tight(tmp_path) | {"prefetch": False}
+    settings = TIGHT.settings(tmp_path) | {"prefetch": False}
     opened = faulty.install(monkeypatch)
     with offloaded(STACK, **settings) as (model, optimizer):
         train(model, optimizer, STACK, range(2))

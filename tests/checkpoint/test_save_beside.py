@@ -312,7 +312,7 @@ def left_alone(
     """
     monkeypatch.setattr(saving_module, "PATIENCE", patience)
     monkeypatch.setattr(saving_module, "WATCH", 0.001)
-    settings = TIGHT.settings(folder) | {"budget": outcore.Budget(host="4MiB", disk=folder)} | settings
+    settings = TIGHT.settings(folder) | settings
     with offloaded(STACK, **settings) as (model, optimizer):
         train(model, optimizer, STACK, range(4))
         engine = engine_of(model)

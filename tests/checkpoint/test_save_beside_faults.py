@@ -79,7 +79,7 @@ def test_each_operation(
     """One after the other, each in a save of its own; ``updates``: training comes by every chunk first."""
     monkeypatch.setattr(pieces, "FILE_BYTES", 900_000)
     if absent:
-        monkeypatch.setattr(Saving, "_write_beside", lambda *_: None)
+        monkeypatch.setattr(Saving, "_write_beside", lambda *_: time.sleep(0.005))
     operations = WRITES if kind != "short" else ("write",)
     result, place = Result(), tmp_path / "run"
     seed_all(2)
@@ -170,7 +170,7 @@ def test_what_failed_is_not_begun_again_by_another_thread(
         give_up(self, error)
 
     monkeypatch.setattr(Saving, "_give_up", late)
-    monkeypatch.setattr(Saving, "_write_beside", lambda *_: None)
+    monkeypatch.setattr(Saving, "_write_beside", lambda *_: time.sleep(0.005))
     with offloaded(SHAPE, chunk_size="256KiB") as (model, optimizer):
         train(model, optimizer, SHAPE, range(1))
         monkeypatch.setattr(seam, "SYSTEM", FaultyFiles(("write",), nth))
@@ -223,7 +223,7 @@ def test_an_interrupt_within_the_handing_over(tmp_path: Path, monkeypatch: pytes
                 raise KeyboardInterrupt
             return super().write(fd, view, offset)
 
-    monkeypatch.setattr(Saving, "_write_beside", lambda *_: None)
+    monkeypatch.setattr(Saving, "_write_beside", lambda *_: time.sleep(0.005))
     with offloaded(SHAPE, prefetch=False) as (model, optimizer):
         train(model, optimizer, SHAPE, range(1))
         monkeypatch.setattr(seam, "SYSTEM", Interrupted())

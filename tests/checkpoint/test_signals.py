@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -50,6 +51,30 @@ def interrupts() -> Iterator[outcore.Interrupts]:
     made = outcore.Interrupts()
     yield made
     made.close()
+
+
+def test_a_process_with_many_open_files(
+    interrupts: outcore.Interrupts, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The thread that watches gets a descriptor above what select() knows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("a process may not open so many files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while opened[-1] < 1100:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+        with interrupts:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert interrupts._said.wait(20)
+            with pytest.raises(KeyboardInterrupt):
+                interrupts.check()
+    finally:
+        interrupts.close()
+        for fd in opened:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @BOTH

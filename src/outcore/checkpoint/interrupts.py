@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import os
-import select
+import selectors
 import signal
 import sys
 import threading
@@ -134,9 +134,11 @@ class Interrupts:
 
     def _watch(self, read: int) -> None:
         end: float | None = None
+        selector = selectors.PollSelector()  # select() knows no descriptor above 1023
+        selector.register(read, selectors.EVENT_READ)
         while True:
             left = None if end is None else max(0.0, end - time.monotonic())
-            if not select.select([read], [], [], left)[0]:
+            if not selector.select(left):
                 self._leave(self._asked, f"the grace of {self._grace:g} s is over")
             got = os.read(read, 1)
             if not got:

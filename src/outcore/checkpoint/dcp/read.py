@@ -77,7 +77,11 @@ class Directory:
         self._files = files
         self._path = path
         self._open: dict[str, int] = {}
-        self.content: Content = parse(self._metadata())
+        try:
+            self.content: Content = parse(self._metadata())
+        except BaseException:
+            self.close()
+            raise
 
     def _metadata(self) -> bytes:
         place = self._path / NAME
