@@ -17,6 +17,7 @@ from outcore.chunks.pool import Pool
 from outcore.chunks.replacers import Belady
 from outcore.chunks.store import PlaneType, build
 from outcore.errors import ModelError, StateError, UsageError
+from outcore.memory import ending
 from outcore.memory.budget import Budget, Limits
 from outcore.memory.device import find, free_bytes
 from outcore.memory.disk import DiskTier
@@ -111,6 +112,7 @@ class Engine:
         )
         self.backward = BackwardPass(self.residency, self.stage.gradients_complete)
         self._resting: dict[int, str] = {}
+        ending.enter(self)
 
     # -- construction -----------------------------------------------------------------------------
 
@@ -327,6 +329,7 @@ class Engine:
             yield from weights_of.masters(unit, self.pool, self.rule)
 
     def shut(self) -> None:
+        ending.leave(self)
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()

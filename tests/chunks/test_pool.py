@@ -120,7 +120,8 @@ class Machine(RuleBasedStateMachine):
         self.pool.quiesce()
         with self.pool.lock:
             held = [chunk for chunk in self.chunks if chunk.on_host]
-            assert self.pool.used == sum(chunk.nbytes for chunk in held) == self.ledger.held("host")
+            holding = sum(chunk.nbytes for chunk in held) + self.pool.warm
+            assert self.pool.used == holding == self.ledger.held("host")
             assert self.pool.used <= max(self.pool.ceiling, len(self.pinned()) * PAGE)
             assert [c.pins for c in self.chunks] == [
                 sum(k in chosen for _, chosen in self.open) for k in range(COUNT)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from outcore.chunks.chunk import Chunk, Residence
 from outcore.chunks.guards import Access, Guard, SideGuard
+from outcore.chunks.holdings import Holdings
 from outcore.chunks.replacers import NEVER, Order, Replacer
 from outcore.chunks.traffic import Traffic
 from outcore.errors import BudgetError, StateError, TierError
@@ -63,15 +64,13 @@ class Pool:
         self._budget = budget
         self._reserved = 0
         self._ahead = 0
-        self._borrowed = 0
         self._order = order
         self._replacer = replacer
         self._prefetch = prefetch
         self._holds_idle = True
         self._lock = threading.RLock()
         self._changed = Watchdog(self._lock, lambda: "" if disk is None else disk.stalled())
-        self._resident: dict[Chunk, None] = {}
-        self._used = 0
+        self._held = Holdings(ledger)
         self._clock = 0
         self._traffic = Traffic(disk, self._lock)
         self._beside = 0
@@ -88,13 +87,18 @@ class Pool:
     @property
     def used(self) -> int:
         """Bytes the chunks hold on the host."""
-        return self._used
+        return self._held.used
 
     @property
     def pinned(self) -> int:
         """Bytes that are in use and can't leave: pinned chunks, and what was borrowed."""
         with self._lock:
-            return self._borrowed + sum(chunk.nbytes for chunk in self._resident if chunk.pins)
+            return self._held.pinned
+
+    @property
+    def warm(self) -> int:
+        """Bytes of pages that hold nothing and stay for their next use; the first to go."""
+        return self._held.warm
 
     @property
     def floor(self) -> int:
@@ -129,13 +133,15 @@ class Pool:
 
         A write that is still under way holds its bytes: what is allocated meanwhile would come on top.
         """
+        while self._held.cool():
+            pass
         while True:
             for chunk in list(self._evictable()):
                 if chunk.residence is Residence.CLEAN:
-                    self._drop(chunk, Residence.DISK)
+                    self._held.give_back(chunk, Residence.DISK)
                 else:
                     self._begin_write(chunk)
-            leaving = any(chunk.pins == 0 and chunk.moving for chunk in self._resident)
+            leaving = any(chunk.pins == 0 and chunk.moving for chunk in self._held)
             if not leaving and not self._beside:
                 return
             with self._ledger.waiting("disk write"):
@@ -165,7 +171,7 @@ class Pool:
             except BaseException:
                 for chunk in overwritten:
                     if chunk.pins == 1:  # by this call alone: what is on disk is still what it held
-                        self._drop(chunk, Residence.DISK)
+                        self._held.give_back(chunk, Residence.DISK)
                 self.unpin(wanted)
                 raise
             self._clock += 1
@@ -245,7 +251,7 @@ class Pool:
     def _bring(self, chunk: Chunk, access: Access, overwritten: list[Chunk]) -> None:
         """Start what must happen before the chunk can be used; what is not read back is noted."""
         chunk.error = None
-        if not chunk.on_host:
+        if not chunk.on_host and not self._held.is_warm(chunk):
             self._make_room(chunk.nbytes, chunk)
         if chunk.on_host:  # making room waits, and others may have acted meanwhile
             return
@@ -254,8 +260,7 @@ class Pool:
             return
         if chunk.residence is Residence.DISK:
             overwritten.append(chunk)
-        chunk.move(Residence.DIRTY)
-        self._charge(chunk)
+        self._held.take(chunk, Residence.DIRTY)
 
     def _settle(self, chunk: Chunk, access: Access) -> None:
         """Wait until the chunk's bytes may be used as asked."""
@@ -282,7 +287,7 @@ class Pool:
             for chunk in chunks:
                 assert chunk.pins > 0, chunk.name
                 chunk.pins -= 1
-            if self._used > self.ceiling:  # room was set aside while they could not leave
+            if self._held.used > self.ceiling:  # room was set aside while they could not leave
                 try:
                     self._try_room(0, -1)
                 except TierError as error:
@@ -297,8 +302,10 @@ class Pool:
                 while chunk.moving:
                     self._changed.wait()
                 assert chunk.pins == 0, chunk.name
-                if chunk.on_host:
-                    self._drop(chunk, Residence.EMPTY)
+                if chunk.on_host and self._holds_idle:
+                    self._held.empty(chunk)
+                elif chunk.on_host:
+                    self._held.give_back(chunk, Residence.EMPTY)
                 elif chunk.residence is Residence.DISK:
                     chunk.move(Residence.EMPTY)
                 if chunk.extent is not None and self._disk is not None:
@@ -317,16 +324,12 @@ class Pool:
                 if self._is_quiet():
                     self._refuse(nbytes)
                 self._changed.wait()
-            self._used += nbytes
-            self._borrowed += nbytes
-            self._ledger.hold("host", nbytes)
+            self._held.borrow(nbytes)
 
     def repay(self, nbytes: int) -> None:
         """Give borrowed bytes back."""
         with self._lock:
-            self._used -= nbytes
-            self._borrowed -= nbytes
-            self._ledger.hold("host", -nbytes)
+            self._held.borrow(-nbytes)
             self._pump()
 
     # -- the future -------------------------------------------------------------------------------
@@ -383,8 +386,10 @@ class Pool:
     def _try_room(self, nbytes: int, beyond: int, ceiling: int | None = None) -> bool:
         """Evict chunks used later than ``beyond`` until ``nbytes`` fit; false if some must still leave."""
         ceiling = self.ceiling if ceiling is None else ceiling
-        while self._used + nbytes > ceiling:
-            missing = self._used + nbytes - ceiling
+        while self._held.used + nbytes > ceiling:
+            if self._held.cool():
+                continue
+            missing = self._held.used + nbytes - ceiling
             if self._traffic.leaving >= missing:
                 return False
             idle = [chunk for chunk in self._evictable() if chunk not in self._needed]
@@ -394,7 +399,7 @@ class Pool:
             if victim is None:
                 return False
             if victim.residence is Residence.CLEAN:
-                self._drop(victim, Residence.DISK)
+                self._held.give_back(victim, Residence.DISK)
             else:
                 self._begin_write(victim)
         return True
@@ -404,7 +409,7 @@ class Pool:
         return self._traffic.count == 0 and self._beside == 0
 
     def _evictable(self) -> Iterable[Chunk]:
-        for chunk in self._resident:
+        for chunk in self._held:
             if chunk.pins == 0 and (
                 chunk.residence is Residence.CLEAN
                 or (chunk.residence is Residence.DIRTY and self._disk is not None and chunk.error is None)
@@ -413,8 +418,8 @@ class Pool:
 
     def _refuse(self, nbytes: int) -> None:
         self._report_failure()
-        needed = self._used + nbytes + self._reserved
-        held = sum(c.nbytes for c in self._resident if c.pins)
+        needed = self._held.used + nbytes + self._reserved
+        held = sum(c.nbytes for c in self._held if c.pins)
         raise BudgetError(
             "host",
             needed,
@@ -428,38 +433,25 @@ class Pool:
         """Raise what went wrong behind the caller's back: a failed write-back. Its bytes are still here."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            for chunk in self._resident:
+            for chunk in self._held:
                 chunk.error = None
             raise failure
-
-    def _charge(self, chunk: Chunk) -> None:
-        self._resident[chunk] = None
-        self._used += chunk.nbytes
-        self._ledger.hold("host", chunk.nbytes, chunk.kind.value)
-
-    def _drop(self, chunk: Chunk, to: Residence) -> None:
-        chunk.move(to)
-        del self._resident[chunk]
-        self._used -= chunk.nbytes
-        chunk.region.release()
-        self._ledger.hold("host", -chunk.nbytes, chunk.kind.value)
 
     # -- transfers --------------------------------------------------------------------------------
 
     def _begin_read(self, chunk: Chunk) -> None:
-        chunk.move(Residence.READING)
-        self._charge(chunk)
+        self._held.take(chunk, Residence.READING)
         try:
             self._traffic.read(chunk, self._read_done)
         except BaseException:
-            self._drop(chunk, Residence.DISK)
+            self._held.give_back(chunk, Residence.DISK)
             raise
 
     def _read_done(self, chunk: Chunk) -> None:
         if chunk.error is None:
             chunk.move(Residence.CLEAN)
         else:
-            self._drop(chunk, Residence.DISK)
+            self._held.give_back(chunk, Residence.DISK)
         self._changed.notify_all()
         self._pump()
 
@@ -475,9 +467,9 @@ class Pool:
     def _write_done(self, chunk: Chunk) -> None:
         chunk.move(Residence.CLEAN if chunk.error is None else Residence.DIRTY)
         self._failure = self._failure or chunk.error
-        crowded = self._used > self.ceiling or not self._holds_idle
+        crowded = self._held.used > self.ceiling or not self._holds_idle
         if chunk.residence is Residence.CLEAN and chunk.pins == 0 and crowded:
-            self._drop(chunk, Residence.DISK)
+            self._held.give_back(chunk, Residence.DISK)
         self._changed.notify_all()
         self._pump()
 
@@ -494,6 +486,8 @@ class Pool:
         with self._lock:
             self._closed = True
             self.quiesce()
-            for chunk in list(self._resident):
+            for chunk in list(self._held):
                 chunk.residence = Residence.DIRTY  # whatever it was
-                self._drop(chunk, Residence.EMPTY)
+                self._held.give_back(chunk, Residence.EMPTY)
+            while self._held.cool():
+                pass
