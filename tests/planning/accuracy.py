@@ -39,6 +39,7 @@ class Case:
     Attributes:
         make: the model; called under a fixed seed.
         batch: one micro-batch.
+        microbatch: rows of a slice of recomputed blocks.
         roomy: everything fits on the host. Otherwise a third of the states do, beside what is needed at least.
         device: the name of the device, if it is not the CPU.
     """
@@ -50,6 +51,7 @@ class Case:
     roomy: bool = False
     device: str | None = None
     chunk: str = "256KiB"
+    microbatch: int | None = None
 
     def model(self) -> nn.Module:
         torch.manual_seed(7)
@@ -62,8 +64,11 @@ class Case:
     @property
     def settings(self) -> Settings:
         size = next(iter(self.batch.values())).shape[0]
-        way = "recompute" if self.recomputes else "keep"
-        return Settings(size, self.accumulate, way, parse_size(self.chunk))  # type: ignore[arg-type]
+        return Settings(size, self.accumulate, self.activations, parse_size(self.chunk))
+
+    @property
+    def activations(self) -> outcore.Activations:
+        return outcore.Activations("recompute" if self.recomputes else "keep", self.microbatch)
 
     def limits(self, subject: Subject) -> Limits:
         low = self.least(subject)
@@ -74,8 +79,8 @@ class Case:
 
     def least(self, subject: Subject) -> Limits:
         units, points = subject.layout(self.settings.chunk_bytes)
-        trace = subject.trace(self.settings.micro_batch, self.recomputes, self.device is None)
-        return least(units, points, trace, subject.occupied, self.device is None)
+        trace = subject.trace(self.settings.micro_batch, self.activations)
+        return least(units, points, trace, subject.occupied, self.device is None, self.accumulate).limits
 
 
 def predict(case: Case, limits: Limits, machine: Machine) -> Outcome:
@@ -101,7 +106,7 @@ def measure(case: Case, limits: Limits, folder: Path) -> Measured:
         model,
         optimizer,
         budget=Budget(device=limits.device, host=limits.host, disk=f"{folder}:{limits.disk}"),
-        activations=outcore.Activations("recompute" if case.recomputes else "keep"),
+        activations=case.activations,
         device=case.device,
         chunk_size=case.chunk,
     )

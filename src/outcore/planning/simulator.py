@@ -17,13 +17,13 @@ from functools import partial
 
 from outcore.model.unit import Unit
 from outcore.planning.cache import Cache
+from outcore.planning.fake_step import Trace
 from outcore.planning.flow import Link, Piece
 from outcore.planning.frames import Frame, Frames
 from outcore.planning.machine import Machine
 from outcore.planning.outcome import Limits, Outcome
 from outcore.planning.pieces import Pieces, StorePieces
 from outcore.planning.recorder import WITHIN
-from outcore.planning.rehearsal import Trace
 from outcore.planning.route import Route, Tick
 from outcore.planning.work import Work
 from outcore.trace.profile import Profile

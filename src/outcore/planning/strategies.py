@@ -28,9 +28,9 @@ from dataclasses import dataclass
 
 from outcore.memory.ledger import TIERS
 from outcore.model.unit import Unit
+from outcore.planning.fake_step import Trace
 from outcore.planning.machine import Machine
 from outcore.planning.recorder import CATEGORIES
-from outcore.planning.rehearsal import Trace
 
 KINDS = (
     "parameters",
