@@ -170,7 +170,7 @@ class Planner:
             limits,
             accumulate=settings.accumulate,
             occupied=subject.occupied,
-            total=found.total,
+            found=found,
         ).run()
 
     def fits(self, settings: Settings) -> Outcome | None:
