@@ -49,7 +49,7 @@ def plan(
     machine: Machine | str | Path = "this",
     budget: Budget | None = None,
     precision: Precision | None = None,
-    activations: Activations | None = None,
+    activations: Activations | Sequence[Activations] | None = None,
     accumulate: int = 1,
     micro_batch: int | None = None,
     chunk_size: str | int | None = None,
@@ -69,7 +69,7 @@ def plan(
         budget: bytes per tier, within the machine's. What is left out is what the machine has, less a safety share; a
             disk's directory doesn't have to exist.
         precision: bf16 by default.
-        activations: by default whatever is faster.
+        activations: what is to be done with them, or a choice of which the fastest is taken; by default of all.
         accumulate: batches of a step.
         micro_batch: sequences of one pass; by default whatever is faster of those that divide the step.
         chunk_size: as `outcore.offload` takes it; by default whatever is faster.
@@ -91,7 +91,10 @@ def plan(
     if micro_batch is not None and (micro_batch < 1 or sequences % micro_batch):
         raise UsageError(f"a step of {sequences} sequences can't be cut into micro-batches of {micro_batch}")
     chunk_bytes = None if chunk_size is None else parse_size(chunk_size)
-    return planner.best(sequences, accumulate, micro_batch, activations, chunk_bytes, budget, ranks)
+    ways = (activations,) if isinstance(activations, Activations) else activations
+    if ways is not None and not ways:
+        raise UsageError("activations is an empty choice: leave it out, or name at least one policy")
+    return planner.best(sequences, accumulate, micro_batch, ways, chunk_bytes, budget, ranks)
 
 
 def machine_of(machine: Machine | str | Path) -> Machine:
@@ -189,7 +192,7 @@ class Planner:
         sequences: int,
         accumulate: int,
         micro_batch: int | None,
-        activations: Activations | None,
+        activations: Sequence[Activations] | None,
         chunk_bytes: int | None,
         budget: Budget | None,
         ranks: int,
@@ -220,7 +223,7 @@ class Planner:
             asked = Settings(
                 micro_batch or sequences // accumulate,
                 sequences // (micro_batch or sequences // accumulate),
-                activations or Activations("recompute"),
+                activations[-1] if activations else Activations("recompute"),
                 chunk_bytes or CHUNK_SIZES[0],
             )
             raise self._unfit(asked)
@@ -254,6 +257,7 @@ class Planner:
             table=rows,
             ranks=ranks,
             tried=self.tried,
+            units=subject.patterns,
         )
 
     # -- what would do ----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ enough; more would hold more and fetch no less.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from outcore.model.policies import Activations
@@ -58,7 +58,7 @@ def candidates(
     sequences: int,
     accumulate: int,
     micro_batch: int | None,
-    activations: Activations | None,
+    activations: Sequence[Activations] | None,
     chunk_bytes: int | None,
     tokens: int = 1,
 ) -> Iterator[Settings]:
@@ -70,7 +70,7 @@ def candidates(
     sizes = [micro_batch] if micro_batch else _sizes(sequences)
     for size in sizes:
         if activations is not None:
-            ways = [activations]
+            ways = list(activations)
         else:
             ways = [Activations("keep"), Activations("recompute")]
             part = next((d for d in range(1, size) if size % d == 0 and d * tokens >= SLICE_TOKENS), None)

@@ -99,7 +99,7 @@ class Subject:
         self.model = model
         self.rule = optimizer.rule
         self.precision = precision or Precision()
-        self._patterns = patterns
+        self.patterns = None if patterns is None else tuple(patterns)
         self._batch = batch
         self._loss = loss or usual_loss
         self._traces: dict[tuple[int, Activations], Trace] = {}
@@ -123,7 +123,7 @@ class Subject:
         self.facts = self._count()
 
     def _count(self) -> Facts:
-        plans, _ = discover(self.model, self._patterns)
+        plans, _ = discover(self.model, self.patterns)
         trained = self._numbers
         units = tuple(
             UnitFacts(
@@ -155,7 +155,7 @@ class Subject:
         return found
 
     def _lay(self, model: nn.Module, chunk_bytes: int) -> tuple[list[Unit], list[Point]]:
-        plans, points = discover(model, self._patterns)
+        plans, points = discover(model, self.patterns)
         names = dict(model.named_parameters())
         numbers = {names[name]: number for name, number in self._numbers.items()}
         units = lay(plans, wants_fp32(model), self.precision.dtype, self.rule, numbers, chunk_bytes)
