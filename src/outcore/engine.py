@@ -75,9 +75,9 @@ class Engine:
             raise ModelError("the model has no parameters")
         self._undo: list[Any] = []
         self.ledger = Ledger(budget={"host": limits.host})
-        self._activations = settings.activations
+        self.activations = settings.activations
         self.units = self._build_units(site, settings.chunk_bytes)
-        found = needs(self.units, self.points, self._activations.microbatch is not None)
+        found = needs(self.units, self.points, self.activations.microbatch is not None)
         check(found, limits.host, sum(disk.nbytes for disk in limits.disk), limits.device)
         if limits.disk:
             self.ledger.budget["disk"] = sum(disk.nbytes for disk in limits.disk)
@@ -112,7 +112,7 @@ class Engine:
     def _build_units(self, site: Site, chunk_bytes: int) -> list[Unit]:
         trained = self._numbers()
         keep = wants_fp32(self.model)
-        sums = self._activations.microbatch is not None
+        sums = self.activations.microbatch is not None
         units = []
         for index, plan in enumerate(self.plans):
             entries, found = [], {}
@@ -176,8 +176,8 @@ class Engine:
         for point in self.points:
             opened = tuple(self.units[i] for i in point.units)
             self._undo.append(PointHooks(point.module, opened, self.residency, self.backward).remove)
-        self._undo += treat_blocks(self.points, self._activations, self._summed)
-        self._undo += filter(None, [slice_loss(model, self._activations)])
+        self._undo += treat_blocks(self.points, self.activations, self._summed)
+        self._undo += filter(None, [slice_loss(model, self.activations)])
         self._undo.append(
             Laps(
                 model,

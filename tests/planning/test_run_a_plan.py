@@ -45,7 +45,7 @@ def test_the_run_has_the_settings_and_the_peaks_of_the_plan(
     made = planned(tmp_path, activations=activations, accumulate=2, micro_batch=4, chunk_size="128KiB")
     model, optimizer = offload(made)
     engine = engine_of(model)
-    assert engine._activations == made.activations == activations
+    assert engine.activations == made.activations == activations
     assert engine.precision == made.precision
     assert dict(engine.ledger.budget) == {"host": made.limits.host, "disk": 1 << 30}
     assert max(c.nbytes for u in engine.units for c in u.parameter_chunks) <= made.chunk_bytes
@@ -115,7 +115,7 @@ def test_a_plan_of_another_model_or_machine_is_refused() -> None:
     with pytest.raises(UsageError, match="plan for this model"):
         outcore.offload(other, outcore.AdamW(other.parameters()), plan=made)
     model = LLAMA.build()
-    with pytest.raises(UsageError, match="has [0-9,]+ and 0"):
+    with pytest.raises(UsageError, match=r"has [0-9,]+ and 0"):
         outcore.offload(model, plan=made)
     on_device = planned(None, machine=replace(EMU, host=64 << 20), budget=outcore.Budget(host="32MiB"))
     with pytest.raises(UsageError, match="computes on an accelerator, and this run doesn't"):
