@@ -40,6 +40,7 @@ class Machine:
         both: where the CPU computes: what computing and an update reach together when both run, compared with one
             alone; 1 if each takes from the other what it gets, 2 if neither feels the other.
         taxed: likewise: the share of its speed that computing keeps while the disk is busy.
+        attention: FLOP/s of fused attention as a share of those of matrix products.
         endurance: bytes that may be written to the disks in their life, as their maker warrants; 0 if unknown.
         date: of the measurement; empty for a description.
     """
@@ -62,6 +63,7 @@ class Machine:
     date: str = ""
     both: float = 1.0
     taxed: float = 1.0
+    attention: float = 1.0
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -84,11 +86,9 @@ class Machine:
             raise UsageError(f"reached must be a share above 0 and at most 1, and is {self.reached!r}")
         if not 0 <= self.overhead < 1:
             raise UsageError(f"overhead must be seconds, from 0 to below 1, and is {self.overhead!r}")
-        if not 0 < self.both <= 2 or not 0 < self.taxed <= 1:
-            raise UsageError(
-                f"both must be above 0 and at most 2, taxed above 0 and at most 1; they are {self.both!r} and "
-                f"{self.taxed!r}"
-            )
+        for name, most in (("both", 2), ("taxed", 1), ("attention", 4)):
+            if not 0 < getattr(self, name) <= most:
+                raise UsageError(f"{name} must be above 0 and at most {most}, and is {getattr(self, name)!r}")
         if self.device is not None and not (self.link_in > 0 and self.link_out > 0):
             raise UsageError("a machine with a device needs link_in and link_out above 0")
         if self.disk and not (self.disk_read > 0 and self.disk_write > 0):

@@ -6,8 +6,8 @@ serve what was asked of them in the meantime. Nothing is random and nothing slee
 plan. The first step runs as a run's first does (nothing idle stays while activations are measured, and there is no
 update before it); the last one counts for time, the highest for memory.
 
-A span's time is the time of its matrix products at the machine's rate, and of everything else at the bandwidth of
-its memory, or what its operators cost to launch if that is more.
+A span's time is the time of its matrix products and its attention at the machine's rates, and of everything else at
+the bandwidth of its memory, or what its operators cost to launch if that is more.
 
 [Note: A step]
 As `outcore.engine` has it: a step marks updates as due. They are done under the next forward, by a thread of their own
@@ -360,10 +360,10 @@ def _profile(trace: Trace) -> Profile:
 
 def seconds_of(work: Work, machine: Machine) -> float:
     """Seconds that a span takes on the machine; see [Note: Clock]."""
-    slowest = min(
-        machine.flops.values()
-    )  # for what a model computes in a precision that nobody stated a rate for
-    products = sum(
-        count / (machine.flops.get(dtype, slowest) * machine.reached) for dtype, count in work.flops.items()
-    )
+    slowest = min(machine.flops.values())  # for a precision that nobody stated a rate for
+    products = 0.0
+    for dtype, count in work.flops.items():
+        attention = work.attention.get(dtype, 0)
+        rate = machine.flops.get(dtype, slowest) * machine.reached
+        products += (count - attention + attention / machine.attention) / rate
     return max(products + work.nbytes / machine.compute_bandwidth, work.operators * machine.overhead)

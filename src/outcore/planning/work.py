@@ -6,7 +6,7 @@ counts both products in full, also where a causal mask would save half.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,11 +28,13 @@ class Work:
         flops: of matrix products and attention, by precision.
         nbytes: read and written by all other operators.
         operators: how many ran, views not counted.
+        attention: operations of attention among ``flops``, by precision.
     """
 
     flops: dict[str, int]
     nbytes: int = 0
     operators: int = 0
+    attention: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def none(cls) -> Work:
@@ -41,6 +43,8 @@ class Work:
     def add(self, other: Work) -> None:
         for dtype, count in other.flops.items():
             self.flops[dtype] = self.flops.get(dtype, 0) + count
+        for dtype, count in other.attention.items():
+            self.attention[dtype] = self.attention.get(dtype, 0) + count
         self.nbytes += other.nbytes
         self.operators += other.operators
 
@@ -54,6 +58,8 @@ class Work:
             first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
             name = _NAMES.get(first.dtype, "fp32")
             self.flops[name] = self.flops.get(name, 0) + count
+            if func._overloadpacket.__name__.removesuffix("_backward") in _ATTENTION:
+                self.attention[name] = self.attention.get(name, 0) + count
             return
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, torch.Tensor):
