@@ -132,10 +132,12 @@ def stretched(short: Trace, long: Trace, times: float) -> Trace:
             {name: further(of[0].get(name, 0), count) for name, count in of[1].items()}
             for of in ((a.work.flops, b.work.flops), (a.work.attention, b.work.attention))
         )
-        nbytes, operators = (further(getattr(a.work, n), getattr(b.work, n)) for n in ("nbytes", "operators"))
+        nbytes, operators, operands = (
+            further(getattr(a.work, n), getattr(b.work, n)) for n in ("nbytes", "operators", "operands")
+        )
         parts = tuple(map(further, a.parts, b.parts))
         peak, live = further(a.peak, b.peak), further(a.live, b.live)
-        spans.append(Span(b.event, peak, live, parts, Work(flops, nbytes, operators, attention)))
+        spans.append(Span(b.event, peak, live, parts, Work(flops, nbytes, operators, attention, operands)))
     growth = max(span.peak for span in spans) * long.growth // max(1, long.peak)
     return Trace(spans, growth, further(short.tokens, long.tokens), long.wide)
 

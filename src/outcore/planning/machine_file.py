@@ -51,6 +51,8 @@ _DEFAULTS: dict[str, Any] = {
     "both": 1.0,
     "taxed": 1.0,
     "attention": 1.0,
+    "in_node": 0.0,
+    "network": 0.0,
 }
 
 

@@ -7,7 +7,8 @@ plan. The first step runs as a run's first does (nothing idle stays while activa
 update before it); the last one counts for time, the highest for memory.
 
 A span's time is the time of its matrix products and its attention at the machine's rates, and of everything else at
-the bandwidth of its memory, or what its operators cost to launch if that is more.
+the bandwidth of its memory, or what its operators cost to launch if that is more. Products also read and write what
+they multiply: beside computing on an accelerator, but on a CPU the few threads that compute wait for it.
 
 [Note: A step]
 As `outcore.engine` has it: a step marks updates as due. They are done under the next forward, by a thread of their own
@@ -366,4 +367,8 @@ def seconds_of(work: Work, machine: Machine) -> float:
         attention = work.attention.get(dtype, 0)
         rate = machine.flops.get(dtype, slowest) * machine.reached
         products += (count - attention + attention / machine.attention) / rate
+    if machine.device is None:
+        products += work.operands / machine.host_bandwidth
+    else:
+        products = max(products, work.operands / machine.compute_bandwidth)
     return max(products + work.nbytes / machine.compute_bandwidth, work.operators * machine.overhead)

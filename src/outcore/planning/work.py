@@ -29,12 +29,14 @@ class Work:
         nbytes: read and written by all other operators.
         operators: how many ran, views not counted.
         attention: operations of attention among ``flops``, by precision.
+        operands: bytes of what matrix products and attention read and write.
     """
 
     flops: dict[str, int]
     nbytes: int = 0
     operators: int = 0
     attention: dict[str, int] = field(default_factory=dict)
+    operands: int = 0
 
     @classmethod
     def none(cls) -> Work:
@@ -46,6 +48,7 @@ class Work:
         for dtype, count in other.attention.items():
             self.attention[dtype] = self.attention.get(dtype, 0) + count
         self.nbytes += other.nbytes
+        self.operands += other.operands
         self.operators += other.operators
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -60,10 +63,12 @@ class Work:
             self.flops[name] = self.flops.get(name, 0) + count
             if func._overloadpacket.__name__.removesuffix("_backward") in _ATTENTION:
                 self.attention[name] = self.attention.get(name, 0) + count
-            return
-        for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, torch.Tensor):
-                self.nbytes += leaf.numel() * leaf.element_size()
+        leaves = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        nbytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+        if count:
+            self.operands += nbytes
+        else:
+            self.nbytes += nbytes
 
 
 _FREE = frozenset(
