@@ -37,6 +37,7 @@ class Page:
 
 
 PAGES = (
+    Page("llama-7b", "rtx4090", 5 * 10**11, 2, 1024, (1, 8, 64, 512)),
     Page("llama-7b", "a100-80g", 2 * 10**12, 4, 2048, (1, 8, 64, 512)),
     Page("llama-70b", "h100", 2 * 10**12, 2, 2048, (1, 8, 64, 512)),
     Page("gpt3-175b", "h100", 2 * 10**12, 1, 2048, (1, 8, 64, 512)),
@@ -84,7 +85,7 @@ def main() -> None:
     every = []
     for page in PAGES:
         print(
-            f"\n### {page.model} on nodes of {GPUS} x {page.machine}, {page.host / 1e12:.0f} TB of host memory, "
+            f"\n### {page.model} on nodes of {GPUS} x {page.machine}, {page.host / 1e12:.3g} TB of host memory, "
             f"{page.batch} x {page.length} tokens per rank\n\n"
             "| ranks | way | device / host / disk, GB | sequences, activations | sent in node / network, GB | step, s "
             "| computes | tokens/s per rank | with reducing switches |\n|---|---|---|---|---|---|---|---|---|"

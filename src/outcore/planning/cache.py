@@ -29,13 +29,13 @@ class Beside(Protocol):
 
     @property
     def leaves(self) -> float:
-        """The share of its speed that work on the CPU keeps now."""
+        """The share of its speed that the training thread keeps now."""
 
     def next_end(self, now: float, shared: bool) -> float:
         """When the work under way is over, if all stays as it is; `FOREVER` if there is none.
 
         Args:
-            shared: the training thread works on the CPU too.
+            shared: the training thread works, too.
         """
 
     def work(self, seconds: float, shared: bool) -> None:
@@ -82,7 +82,7 @@ class Cache:
         disk_budget: bytes of the disk; 0 for none.
         read: bytes per second of the disk.
         write: likewise.
-        taxed: share of its speed that the training thread keeps while the disk works, where both use the CPU.
+        taxed: share of its speed that the training thread keeps while the disk works.
     """
 
     def __init__(
@@ -157,20 +157,20 @@ class Cache:
 
     # -- time -------------------------------------------------------------------------------------
 
-    def work(self, seconds: float, on_host: bool = False) -> None:
+    def work(self, seconds: float, shared: bool = False) -> None:
         """The training thread is busy with what takes so long by itself.
 
         Args:
-            on_host: it works on the CPU, which others may need.
+            shared: with what others need, too.
         """
         left = seconds
         while left > 0:
-            speed = self.beside.leaves if on_host else 1.0
-            if on_host and self.disk is not None and not self.disk.idle:
+            speed = self.beside.leaves if shared else 1.0
+            if shared and self.disk is not None and not self.disk.idle:
                 speed *= self._taxed
-            end = min(self.now + left / speed, self._next(on_host))
+            end = min(self.now + left / speed, self._next(shared))
             left -= (end - self.now) * speed
-            self._pass(end, on_host)
+            self._pass(end, shared)
             if left < 1e-12:
                 return
 
@@ -184,9 +184,9 @@ class Cache:
         disk = self.disk.next_end() if self.disk is not None and not self.disk.idle else FOREVER
         return max(self.now, min(disk, self.beside.next_end(self.now, shared)))
 
-    def _pass(self, until: float, on_host: bool) -> None:
+    def _pass(self, until: float, shared: bool) -> None:
         """Time passes; nothing else happens before its end."""
-        self.beside.work(until - self.now, on_host)
+        self.beside.work(until - self.now, shared)
         self.now = until
         if self.disk is not None:
             self.disk.run(until)

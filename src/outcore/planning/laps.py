@@ -17,7 +17,7 @@ def laps(trace: Trace, stores: Stores, accumulate: int, wide: bool) -> list[list
 
     Args:
         accumulate: forwards and backwards of a step.
-        wide: the laps after the first are believed to find gradients already summed (see [Note: What a run believes]).
+        wide: the laps after the first are believed to find gradients already summed (see `outcore.planning.route`).
     """
     later = [_lap(trace, stores, wide)] * (accumulate - 1)
     return [_with_updates(_lap(trace, stores, False), stores, accumulate > 1), *later]

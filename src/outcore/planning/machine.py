@@ -37,9 +37,10 @@ class Machine:
         disk_write: likewise; reads and writes share the disks.
         update: bytes per second, read and written, of the update kernels on the host.
         overhead: seconds an operator takes beside its work (launch, dispatch).
-        both: where the CPU computes: what computing and an update reach together when both run, compared with one
-            alone; 1 if each takes from the other what it gets, 2 if neither feels the other.
-        taxed: likewise: the share of its speed that computing keeps while the disk is busy.
+        both: what computing and an update on the CPU reach together when both run, compared with one alone: 1 if each
+            takes from the other what it gets, 2 if neither feels the other; 0 if unknown, which is 1 where the CPU
+            computes and 2 where it doesn't.
+        taxed: the share of its speed that computing keeps while the disk is busy.
         attention: FLOP/s of fused attention as a share of those of matrix products.
         in_node: from each accelerator to the others of its node, each way; 0 if there are no others.
         network: from each accelerator to other nodes, each way; 0 if there are none.
@@ -63,7 +64,7 @@ class Machine:
     overhead: float
     endurance: int = 0
     date: str = ""
-    both: float = 1.0
+    both: float = 0.0
     taxed: float = 1.0
     attention: float = 1.0
     in_node: float = 0.0
@@ -91,8 +92,9 @@ class Machine:
         if not 0 <= self.overhead < 1:
             raise UsageError(f"overhead must be seconds, from 0 to below 1, and is {self.overhead!r}")
         for name, most in (("both", 2), ("taxed", 1), ("attention", 4)):
-            if not 0 < getattr(self, name) <= most:
-                raise UsageError(f"{name} must be above 0 and at most {most}, and is {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not 0 < value <= most and not (name == "both" and value == 0):
+                raise UsageError(f"{name} must be above 0 and at most {most}, and is {value!r}")
         if self.device is not None and not (self.link_in > 0 and self.link_out > 0):
             raise UsageError("a machine with a device needs link_in and link_out above 0")
         if self.disk and not (self.disk_read > 0 and self.disk_write > 0):
@@ -103,6 +105,11 @@ class Machine:
             raise UsageError(f"{name} must be a number per second, and is {value!r}")
         if not math.isfinite(value) or value < 0 or value > 1e24 or (positive and value == 0):
             raise UsageError(f"{name} must be a finite number above 0, and is {value!r}")
+
+    @property
+    def beside(self) -> float:
+        """``both``, known or not."""
+        return self.both or (1.0 if self.device is None else 2.0)
 
     def rate(self, dtype: str) -> float:
         """Operations per second that matrix products reach in this precision.

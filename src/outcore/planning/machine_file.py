@@ -48,7 +48,7 @@ _DEFAULTS: dict[str, Any] = {
     "overhead": 5e-6,
     "endurance": 0,
     "date": "",
-    "both": 1.0,
+    "both": 0.0,
     "taxed": 1.0,
     "attention": 1.0,
     "in_node": 0.0,

@@ -62,17 +62,15 @@ def measure(
     update = updating()
     say("operators")
     overhead = launching(device)
-    both = taxed = 1.0
-    if on_host:
-        say("computing beside an update")
-        both = sum(together(product(torch.bfloat16), update_of(COUNT)[0]))
+    taxed = 1.0
+    say("computing beside an update")
+    both = sum(together(product(device), update_of(COUNT)[0]))
     read, write = 0.0, 0.0
     if folder is not None:
         say(f"the disk at {os.fspath(folder)}")
         with Disk(folder) as probe:
             read, write = probe.rates()
-            if on_host:
-                taxed = together(product(torch.bfloat16), probe.both_ways)[0]
+            taxed = together(product(device), probe.both_ways)[0]
     on_device, host, room = sizes(device, folder)
     return Machine(
         name=f"{os.uname().nodename}, {device}",
@@ -130,10 +128,15 @@ def products(dtype: torch.dtype, device: torch.device) -> float:
     return rate
 
 
-def product(dtype: torch.dtype) -> Callable[[], object]:
-    """A matrix product on the CPU, of the size that a layer has."""
-    a, b = (torch.randn(1024, 1024).to(dtype) for _ in range(2))
-    return lambda: a @ b
+def product(device: torch.device) -> Callable[[], object]:
+    """A matrix product of the size that a layer has."""
+    a, b = (torch.randn(1024, 1024, device=device).to(torch.bfloat16) for _ in range(2))
+
+    def work() -> None:
+        torch.mm(a, b)
+        _finish(device)
+
+    return work
 
 
 def elementwise(device: torch.device) -> float:
@@ -211,7 +214,7 @@ def update_of(count: int) -> tuple[Callable[[], object], int]:
 
 
 def together(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
-    """The speeds of two kinds of work on the CPU at the same time, each as a share of its speed alone.
+    """The speeds of two kinds of work at the same time, each as a share of its speed alone.
 
     Alone and together take turns, so that a machine that others use too changes both alike.
     """

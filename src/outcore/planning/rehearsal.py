@@ -154,7 +154,7 @@ def rehearse(
     loss: Loss | None = None,
 ) -> Rehearsal:
     """Trace one step without values and say what it needs. A 1.3B model takes one to five seconds and no memory to
-    speak of; see [Note: Fake step] in `outcore.planning.fake_step`.
+    speak of; see `outcore.planning.fake_step`.
 
     ::
 

@@ -2,7 +2,7 @@
 
 [Note: One rank for all]
 All ranks do the same on batches of one size, so the step of one is the step of each: its own computing, its own links,
-and collectives that end for all at once ([Note: Collectives] in `outcore.planning.cluster`). That is why 4,096 ranks
+and collectives that end for all at once (see `outcore.planning.cluster`). That is why 4,096 ranks
 cost no more to simulate than 8. Stragglers, congestion between jobs and failures are not in it.
 
 [Note: What each does]

@@ -7,8 +7,8 @@ plan. The first step runs as a run's first does (nothing idle stays while activa
 update before it); the last one counts for time, the highest for memory.
 
 A span's time is the time of its matrix products and its attention at the machine's rates, and of everything else at
-the bandwidth of its memory, or what its operators cost to launch if that is more. Products also read and write what
-they multiply: beside computing on an accelerator, but on a CPU the few threads that compute wait for it.
+the bandwidth of its memory. Products also read and write what they multiply, and operators cost something to launch: an
+accelerator does either beside computing, while on a CPU the few threads that compute wait for both.
 
 [Note: A step]
 As `outcore.engine` has it: a step marks updates as due. They are done under the next forward, by a thread of their own
@@ -17,7 +17,7 @@ activations leave room for less than two of them.
 
 [Note: Who shares what]
 Where the CPU computes, updates take its cores from it, and so do the threads of the disk (copies and checksums). Both
-are measured by ``outcore profile``: `Machine.both`, `Machine.taxed`.
+are measured by ``outcore profile``: `Machine.both`, `Machine.taxed`. Two updates at a time share them in any case.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ class Simulation:
         self._stores = [[pieces.of(s, unit.index in trace.wide) for s in unit.stores] for unit in units]
         self._profile = _profile(trace)
         on_host = limits.device is None
-        self._on_host = on_host
         self._roomy = 2 * found.total <= limits.host and on_host
         self._seconds = [seconds_of(span.work, machine) for span in trace.spans]
         self._narrow = self._wide = self._route = Route(
@@ -90,9 +89,9 @@ class Simulation:
             machine.disk_read,
             machine.disk_write,
             self._route,
-            machine.taxed if on_host else 1.0,
+            machine.taxed,
         )
-        self._updater = Updater(self._cache, machine.both)
+        self._updater = Updater(self._cache, machine.beside)
         self._cache.beside = self._updater
         self._jobs: dict[int, list[Job]] = {}
         most = trace.growth if on_host else 0
@@ -345,7 +344,7 @@ class Simulation:
 
     def _spend(self, seconds: float) -> None:
         self._compute += seconds
-        self._cache.work(seconds, self._on_host)
+        self._cache.work(seconds, shared=True)
 
 
 def _profile(trace: Trace) -> Profile:
@@ -367,8 +366,7 @@ def seconds_of(work: Work, machine: Machine) -> float:
         attention = work.attention.get(dtype, 0)
         rate = machine.flops.get(dtype, slowest) * machine.reached
         products += (count - attention + attention / machine.attention) / rate
+    rest, launches = work.nbytes / machine.compute_bandwidth, work.operators * machine.overhead
     if machine.device is None:
-        products += work.operands / machine.host_bandwidth
-    else:
-        products = max(products, work.operands / machine.compute_bandwidth)
-    return max(products + work.nbytes / machine.compute_bandwidth, work.operators * machine.overhead)
+        return products + work.operands / machine.host_bandwidth + rest + launches
+    return max(max(products, work.operands / machine.compute_bandwidth) + rest, launches)

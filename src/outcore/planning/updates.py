@@ -42,7 +42,7 @@ class Updater:
     """The thread, and what the training thread does of its work. Is `outcore.planning.cache.Beside`.
 
     Args:
-        both: what computing on the CPU and an update reach together when both run, compared with one alone.
+        both: what computing and an update reach together when both run, compared with one alone.
 
     Attributes:
         seconds: of updates done so far.
@@ -50,7 +50,8 @@ class Updater:
 
     def __init__(self, cache: Cache, both: float) -> None:
         self._cache = cache
-        self._share = both / 2
+        self._both = both
+        self._two = False
         self._jobs: list[Job] = []
         self._first = 0
         self._current: Job | None = None
@@ -63,6 +64,11 @@ class Updater:
     @property
     def busy(self) -> bool:
         return self._current is not None
+
+    @property
+    def _share(self) -> float:
+        """What each of two gets: half, if they are two updates."""
+        return 0.5 if self._two else self._both / 2
 
     @property
     def leaves(self) -> float:
@@ -136,7 +142,9 @@ class Updater:
                 job.progress = Progress.DONE
                 cache.bring((job.gradient,))
                 cache.bring(job.written, write=True)
-                cache.work(job.seconds, on_host=True)
+                self._two = True
+                cache.work(job.seconds, shared=True)
+                self._two = False
                 self.seconds += job.seconds
                 cache.release((job.gradient, *job.written))
                 cache.discard(job.gradient)
