@@ -100,7 +100,7 @@ def test_directions_work_side_by_side_and_one_after_the_other() -> None:
     fabric = Fabric(replace(H100, in_node=1.0, network=1.0))
     assert fabric.start(Move(network_out=2.0), 0.0) == 2.0
     assert fabric.start(Move(network_in=3.0), 0.0) == 3.0
-    assert fabric.start(Move(network_in=1.0, network_out=1.0, node_out=9.0), 1.0) == 12.0
+    assert fabric.start(Move(network_in=1.0, network_out=1.0, node_out=9.0), 1.0) == 10.0
     assert fabric.start(Move(latency=5.0), 1.0) == 1.0
 
 

@@ -378,9 +378,7 @@ class Cache:
 
     def _evict(self, piece: Piece, now: float) -> None:
         if piece.residence is Residence.CLEAN:
-            piece.residence = Residence.DISK
-            self._resident.pop(piece, None)
-            self.used -= piece.nbytes
+            self._leave(piece)
         elif piece.residence is Residence.DIRTY and self.disk is not None:
             if not piece.stored:
                 piece.stored = True
@@ -391,6 +389,13 @@ class Cache:
             piece.residence = Residence.WRITING
             self._leaving += piece.nbytes
             self.disk.submit(piece, True, now)
+
+    def _leave(self, piece: Piece) -> None:
+        """Its bytes are on disk, and here no more."""
+        piece.residence = Residence.DISK
+        self._resident.pop(piece, None)
+        self.used -= piece.nbytes
+        self._foresight.lose(piece)
 
     # -- transfers --------------------------------------------------------------------------------
 
@@ -419,9 +424,7 @@ class Cache:
         if writing:
             self._leaving -= piece.nbytes
             if piece.pins == 0 and (self.used + self.reserved > self._budget or not self.holding):
-                piece.residence = Residence.DISK
-                self._resident.pop(piece, None)
-                self.used -= piece.nbytes
+                self._leave(piece)
             elif piece.pins == 0:
                 self._offer(piece)
         elif piece.pins == 0:

@@ -141,31 +141,20 @@ class Fabric:
 
     Attributes:
         moved: bytes sent and received within the node and on the network.
-        busy: seconds that the busiest direction worked.
     """
 
     def __init__(self, machine: Machine) -> None:
         self._rates = (machine.in_node, machine.in_node, machine.network, machine.network)
         self._free = [0.0] * 4
-        self._worked = [0.0] * 4
         self.moved = [0.0] * 4
-
-    @property
-    def busy(self) -> float:
-        return max(self._worked)
 
     def start(self, move: Move, now: float) -> float:
         """When a collective that all ranks ask for now is over."""
         amounts = (move.node_out, move.node_in, move.network_out, move.network_in)
-        used = [k for k, amount in enumerate(amounts) if amount]
-        if not used:
-            return now
-        begin = max(now, *(self._free[k] for k in used))
-        end = begin
-        for k in used:
-            seconds = amounts[k] / self._rates[k]
-            self._free[k] = begin + seconds
-            self._worked[k] += seconds
-            self.moved[k] += amounts[k]
-            end = max(end, begin + seconds)
-        return end + move.latency
+        end = 0.0
+        for k, amount in enumerate(amounts):
+            if amount:
+                self._free[k] = max(now, self._free[k]) + amount / self._rates[k]
+                self.moved[k] += amount
+                end = max(end, self._free[k])
+        return end + move.latency if end else now

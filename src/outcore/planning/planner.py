@@ -157,6 +157,14 @@ class Planner:
         Raises:
             BudgetError: it doesn't fit.
         """
+        return self.simulation(settings).run()
+
+    def simulation(self, settings: Settings) -> Simulation:
+        """A run with these settings, before its first step.
+
+        Raises:
+            BudgetError: its chunks don't fit.
+        """
         subject, limits = self._subject, self._limits
         units, points = subject.layout(settings.chunk_bytes)
         found = needs(units, points, settings.activations.microbatch is not None)
@@ -174,7 +182,7 @@ class Planner:
             accumulate=settings.accumulate,
             occupied=subject.occupied,
             found=found,
-        ).run()
+        )
 
     def fits(self, settings: Settings) -> Outcome | None:
         """A run with these settings, if it fits."""

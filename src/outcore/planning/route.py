@@ -93,6 +93,7 @@ class Foresight:
         self._tick = start
         self._index = 0
         self._seen: dict[Piece, int] = {}
+        self._lost: dict[Piece, int] = {}
         self._bytes = 0
         self._start = start
 
@@ -105,6 +106,8 @@ class Foresight:
                         del self._seen[piece]
                         self._bytes -= piece.nbytes
             self._start += 1
+        if self._lost:
+            self._lost = {piece: tick for piece, tick in self._lost.items() if tick > position}
         if self._tick < self._start:
             self._tick, self._index = self._start, 0
             self._seen.clear()
@@ -112,6 +115,7 @@ class Foresight:
 
     def fulfil(self, position: int) -> None:
         """The tick at this position counts no more; what it needed counts where it is needed next."""
+        self._lost = {piece: tick for piece, tick in self._lost.items() if tick != position}
         if not self._start <= position <= self._tick:
             return
         for piece in self._route.ticks[position % len(self._route)][1]:
@@ -125,8 +129,20 @@ class Foresight:
         if position == self._tick:
             self._index = 0
 
+    def lose(self, piece: Piece) -> None:
+        """A piece that was dealt with left the host."""
+        tick = self._seen.pop(piece, None)
+        if tick is not None:
+            self._bytes -= piece.nbytes
+            self._lost[piece] = tick
+
     def peek(self, limit: int, position: int) -> tuple[int, Piece] | None:
         """The next piece ahead and its tick, if it is near, or within the limit and foreseen."""
+        if self._lost:
+            piece = min(self._lost, key=self._lost.__getitem__)
+            tick = self._lost[piece]
+            near = tick - position <= NEAR
+            return (tick, piece) if near or self._bytes + piece.nbytes <= limit else None
         route = self._route
         lap = route.lap(max(0, self._start - 1))
         while self._tick - self._start < LOOKAHEAD and route.lap(self._tick) - lap <= Schedule.HORIZON:
@@ -143,6 +159,9 @@ class Foresight:
 
     def take(self, piece: Piece) -> None:
         """What was peeked at is dealt with."""
-        self._seen[piece] = self._tick
         self._bytes += piece.nbytes
+        if piece in self._lost:
+            self._seen[piece] = self._lost.pop(piece)
+            return
+        self._seen[piece] = self._tick
         self._index += 1

@@ -54,6 +54,9 @@ class Simulation:
         accumulate: micro-batches of a step.
         occupied: bytes of buffers and resting tensors where the model computes.
         found: what `outcore.planning.minimum.needs` says of the same units.
+
+    Attributes:
+        updates_at_once: whether updates are done in the step, because there is no room beside a forward.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Simulation:
         self._cache.beside = self._updater
         self._jobs: dict[int, list[Job]] = {}
         most = trace.growth if on_host else 0
-        self._at_once = limits.host - most < 2 * found.update
+        self.updates_at_once = limits.host - most < 2 * found.update
         self._frames: Frames | None = None
         if limits.device is not None:
             self._frames = Frames(
@@ -221,7 +224,7 @@ class Simulation:
                     self._frames.free(frame)
                     frame.due = True
         self._updater.begin(every)
-        if self._at_once:
+        if self.updates_at_once:
             self._settle(sorted(self._jobs))
         if self._frames is not None:
             self._frames.look_ahead()
