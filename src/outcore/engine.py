@@ -21,10 +21,8 @@ from outcore.memory import ending
 from outcore.memory.budget import Budget, Limits
 from outcore.memory.device import find, free_bytes
 from outcore.memory.disk import DiskTier
-from outcore.memory.host import PAGE
 from outcore.memory.ledger import Ledger, Snapshot
 from outcore.memory.refusal import allocating
-from outcore.memory.sizes import parse_size
 from outcore.model import weights as weights_of
 from outcore.model.activations import treat_blocks
 from outcore.model.backward import BackwardPass
@@ -45,7 +43,9 @@ from outcore.optim.optimizer import Optimizer
 from outcore.optim.pipeline import Pipeline, master_kind
 from outcore.optim.scaling import LossScale
 from outcore.optim.updates import NoUpdates, Updates
+from outcore.planning.effective import Effective, check_fit, effective
 from outcore.planning.minimum import check, needs
+from outcore.planning.plan import Plan
 from outcore.trace.clock import Clock
 from outcore.trace.schedule import Schedule
 
@@ -66,24 +66,20 @@ class Engine:
         *,
         limits: Limits,
         site: Site,
-        precision: Precision,
-        activations: Activations,
-        patterns: Sequence[str] | None,
-        chunk_bytes: int,
-        prefetch: bool,
+        settings: Effective,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.rule: Rule | None = None if optimizer is None else optimizer.rule
-        self.precision = precision
-        self.plans, self.points = discover(model, patterns)
+        self.precision, prefetch = settings.precision, settings.prefetch
+        self.plans, self.points = discover(model, settings.units)
         if not self.plans:
             raise ModelError("the model has no parameters")
         self._undo: list[Any] = []
         self.ledger = Ledger(budget={"host": limits.host})
-        self._activations = activations
-        self.units = self._build_units(site, chunk_bytes)
-        found = needs(self.units, self.points, activations.microbatch is not None)
+        self.activations = settings.activations
+        self.units = self._build_units(site, settings.chunk_bytes)
+        found = needs(self.units, self.points, self.activations.microbatch is not None)
         check(found, limits.host, sum(disk.nbytes for disk in limits.disk), limits.device)
         if limits.disk:
             self.ledger.budget["disk"] = sum(disk.nbytes for disk in limits.disk)
@@ -119,7 +115,7 @@ class Engine:
     def _build_units(self, site: Site, chunk_bytes: int) -> list[Unit]:
         trained = self._numbers()
         keep = wants_fp32(self.model)
-        sums = self._activations.microbatch is not None
+        sums = self.activations.microbatch is not None
         units = []
         for index, plan in enumerate(self.plans):
             entries, found = [], {}
@@ -183,8 +179,8 @@ class Engine:
         for point in self.points:
             opened = tuple(self.units[i] for i in point.units)
             self._undo.append(PointHooks(point.module, opened, self.residency, self.backward).remove)
-        self._undo += treat_blocks(self.points, self._activations, self._summed)
-        self._undo += filter(None, [slice_loss(model, self._activations)])
+        self._undo += treat_blocks(self.points, self.activations, self._summed)
+        self._undo += filter(None, [slice_loss(model, self.activations)])
         device, dtype = self.stage.device, self.precision.dtype
         self.laps = Laps(model, device, dtype, self.clock, self.gauge, self.backward, self.updates)
         self._undo.append(self.laps.remove)
@@ -354,8 +350,9 @@ def offload(
     device: str | torch.device | None = None,
     weights: str | Path | None = None,
     units: Sequence[str] | None = None,
-    chunk_size: str | int = "8MiB",
+    chunk_size: str | int | None = None,
     prefetch: bool = True,
+    plan: Plan | None = None,
 ) -> nn.Module:
     """Spread a model's states over device, host and disk. Works in place; names and shapes stay.
 
@@ -369,8 +366,9 @@ def offload(
         device: where to compute; by default the accelerator if there is one.
         weights: a directory of safetensors files to load from.
         units: names (or shell patterns) of modules to fetch as a whole, where the default is not right.
-        chunk_size: the most bytes of parameters that move as one piece.
+        chunk_size: the most bytes of parameters that move as one piece; ``"8MiB"`` by default.
         prefetch: read ahead in the recorded order.
+        plan: from `outcore.plan`, and run as it says; what is named beside it may not differ.
 
     Returns:
         The model.
@@ -392,29 +390,27 @@ def offload(
             f"offload() needs one of outcore's optimizers, not {type(optimizer).__name__}: use outcore.AdamW and "
             f"the like, or outcore.Foreign(torch.optim.{type(optimizer).__name__}, model.parameters(), ...)"
         )
-    engines = [engine for engine in (found() for found in _engines.values()) if engine is not None]
+    engines = filter(None, (found() for found in _engines.values()))
     taken = {b.parameter for engine in engines for unit in engine.units for b in unit.bindings}
     if not taken.isdisjoint(model.parameters()):
         raise StateError("parameters of this model are offloaded already, with another model")
-    chunk_bytes = parse_size(chunk_size)
-    if chunk_bytes < PAGE:
-        raise UsageError(f"chunk_size={chunk_size!r} is less than a page: give at least {PAGE} bytes")
-    if optimizer is not None:
-        optimizer.check_free()  # before anything is taken from the model
     place = find(device)
     on_host = place.type == "cpu"
-    limits = (budget or Budget()).limits(None if on_host else free_bytes(place))
-    engine = Engine(
-        model,
-        optimizer,
-        limits=limits,
-        site=HostSite(limits) if on_host else DeviceSite(place, limits, prefetch),
-        precision=precision or Precision(),
-        activations=activations or Activations(),
-        patterns=units,
-        chunk_bytes=chunk_bytes,
+    check_fit(plan, model, optimizer, on_host)
+    run = effective(
+        plan,
+        budget=budget,
+        precision=precision,
+        activations=activations,
+        units=units,
+        chunk_size=chunk_size,
         prefetch=prefetch,
     )
+    if optimizer is not None:
+        optimizer.check_free()  # before anything is taken from the model
+    limits = run.budget.limits(None if on_host else free_bytes(place))
+    site = HostSite(limits) if on_host else DeviceSite(place, limits, run.prefetch)
+    engine = Engine(model, optimizer, limits=limits, site=site, settings=run)
     try:
         if weights is not None:
             source: weights_of.Source = Directory(weights, model)

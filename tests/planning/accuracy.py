@@ -39,6 +39,7 @@ class Case:
     Attributes:
         make: the model; called under a fixed seed.
         batch: one micro-batch.
+        microbatch: rows of a slice of recomputed blocks.
         roomy: everything fits on the host. Otherwise a third of the states do, beside what is needed at least.
         device: the name of the device, if it is not the CPU.
     """
@@ -50,6 +51,7 @@ class Case:
     roomy: bool = False
     device: str | None = None
     chunk: str = "256KiB"
+    microbatch: int | None = None
 
     def model(self) -> nn.Module:
         torch.manual_seed(7)
@@ -62,8 +64,11 @@ class Case:
     @property
     def settings(self) -> Settings:
         size = next(iter(self.batch.values())).shape[0]
-        way = "recompute" if self.recomputes else "keep"
-        return Settings(size, self.accumulate, way, parse_size(self.chunk))  # type: ignore[arg-type]
+        return Settings(size, self.accumulate, self.activations, parse_size(self.chunk))
+
+    @property
+    def activations(self) -> outcore.Activations:
+        return outcore.Activations("recompute" if self.recomputes else "keep", self.microbatch)
 
     def limits(self, subject: Subject) -> Limits:
         low = self.least(subject)
@@ -74,8 +79,8 @@ class Case:
 
     def least(self, subject: Subject) -> Limits:
         units, points = subject.layout(self.settings.chunk_bytes)
-        trace = subject.trace(self.settings.micro_batch, self.recomputes, self.device is None)
-        return least(units, points, trace, subject.occupied, self.device is None)
+        trace = subject.trace(self.settings.micro_batch, self.activations)
+        return least(units, points, trace, subject.occupied, self.device is None, self.accumulate).limits
 
 
 def predict(case: Case, limits: Limits, machine: Machine) -> Outcome:
@@ -85,7 +90,8 @@ def predict(case: Case, limits: Limits, machine: Machine) -> Outcome:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the run was: as `Outcome`, the moved bytes and seconds being those of its last step."""
+    """What the run was: as `Outcome`, the moved bytes being those of its last step and the seconds the median of those
+    whose order is on record."""
 
     peak: Mapping[str, int]
     settled: Mapping[str, int]
@@ -93,7 +99,7 @@ class Measured:
     seconds: float
 
 
-def measure(case: Case, limits: Limits, folder: Path) -> Measured:
+def measure(case: Case, limits: Limits, folder: Path, steps: int = STEPS) -> Measured:
     """Run it."""
     model = case.model()
     optimizer = outcore.AdamW(model.parameters())
@@ -101,7 +107,7 @@ def measure(case: Case, limits: Limits, folder: Path) -> Measured:
         model,
         optimizer,
         budget=Budget(device=limits.device, host=limits.host, disk=f"{folder}:{limits.disk}"),
-        activations=outcore.Activations("recompute" if case.recomputes else "keep"),
+        activations=case.activations,
         device=case.device,
         chunk_size=case.chunk,
     )
@@ -109,7 +115,7 @@ def measure(case: Case, limits: Limits, folder: Path) -> Measured:
         batch = {name: tensor.to(case.device or "cpu") for name, tensor in case.batch.items()}
         seconds = []
         first: Mapping[str, int] = {}
-        for number in range(STEPS):
+        for number in range(steps):
             before = outcore.snapshot(model)
             start = time.perf_counter()
             for _ in range(case.accumulate):
@@ -125,7 +131,7 @@ def measure(case: Case, limits: Limits, folder: Path) -> Measured:
             {tier: max(first[tier], after.peak[tier]) for tier in first},
             after.peak,
             {link: after.moved[link] - before.moved[link] for link in after.moved},
-            sorted(seconds[2:])[0],
+            sorted(seconds[2:])[(len(seconds) - 2) // 2],
         )
     finally:
         outcore.release(model)

@@ -129,10 +129,11 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 
 
 def test_the_search_tries_what_it_may() -> None:
+    keep = outcore.Activations("keep")
     every = list(candidates(8, 2, None, None, None))
     assert {s.micro_batch for s in every} == {8, 4, 2, 1}
     assert all(s.micro_batch * s.accumulate == 8 for s in every)
-    assert list(candidates(8, 2, 4, "keep", 1 << 20)) == [Settings(4, 2, "keep", 1 << 20)]
+    assert list(candidates(8, 2, 4, [keep], 1 << 20)) == [Settings(4, 2, keep, 1 << 20)]
 
 
 def test_the_search_finds_the_fastest() -> None:

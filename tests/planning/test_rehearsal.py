@@ -34,7 +34,7 @@ def windows(spans: list[Span]) -> list[tuple[object, int]]:
 @pytest.mark.parametrize("shape", FAMILIES, ids=lambda shape: shape.name)
 def test_windows_are_those_of_a_run(shape: Shape, way: str) -> None:
     case = Case(shape.build, shape.batch(0), recomputes=way == "recompute")
-    trace = case.subject().trace(2, case.recomputes, True)
+    trace = case.subject().trace(2, case.activations)
     model = case.model()
     optimizer = outcore.AdamW(model.parameters())
     outcore.offload(
@@ -53,7 +53,7 @@ def test_windows_are_those_of_a_run(shape: Shape, way: str) -> None:
 
 def test_categories_add_up_to_the_peak() -> None:
     shape = FAMILIES[0]
-    for span in Case(shape.build, shape.batch(0)).subject().trace(2, True, True).spans:
+    for span in Case(shape.build, shape.batch(0)).subject().trace(2, outcore.Activations("recompute")).spans:
         assert sum(span.parts) == span.peak
         assert len(span.parts) == len(CATEGORIES)
 
@@ -62,10 +62,10 @@ def test_work_is_counted() -> None:
     """Two products forward, and two for each of them in backward but the first, whose input needs no gradient."""
     model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(32, 16, bias=False))
     subject = Subject(model, outcore.AdamW(model.parameters()), {"input": torch.empty(8, 64)})
-    work = subject.trace(8, False, True).work
+    work = subject.trace(8, outcore.Activations()).work
     first, second = 2 * 8 * 64 * 32, 2 * 8 * 32 * 16
     assert work.flops == {"bf16": 2 * first + 3 * second}
-    half = subject.trace(4, False, True).work
+    half = subject.trace(4, outcore.Activations()).work
     assert half.flops["bf16"] * 2 == work.flops["bf16"]
 
 
@@ -74,7 +74,9 @@ def test_the_model_is_left_as_it_was() -> None:
     model = shape.build().train()
     before = {name: (id(p), p.data_ptr(), p.dtype) for name, p in model.named_parameters()}
     forwards = [vars(m).get("forward") for m in model.modules()]
-    Subject(model, outcore.AdamW(model.parameters()), shape.batch(0)).trace(2, True, True)
+    Subject(model, outcore.AdamW(model.parameters()), shape.batch(0)).trace(
+        2, outcore.Activations("recompute")
+    )
     assert {name: (id(p), p.data_ptr(), p.dtype) for name, p in model.named_parameters()} == before
     assert [vars(m).get("forward") for m in model.modules()] == forwards
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
@@ -88,7 +90,9 @@ def test_a_model_that_fails_says_how() -> None:
 
     model = Picky(4, 4)
     with pytest.raises(ModelError, match=r"can't be traced without values \(ValueError: not like this\)"):
-        Subject(model, outcore.AdamW(model.parameters()), {"input": torch.empty(2, 4)}).trace(2, False, True)
+        Subject(model, outcore.AdamW(model.parameters()), {"input": torch.empty(2, 4)}).trace(
+            2, outcore.Activations()
+        )
     assert not model.weight.is_meta
 
 
@@ -106,7 +110,7 @@ def test_a_part_that_is_frozen_and_a_module_called_twice() -> None:
 
     model = Twice()
     subject = Subject(model, outcore.AdamW(model.parameters()), {"x": torch.empty(2, 8)})
-    events = [span.event for span in subject.trace(2, False, True).spans]
+    events = [span.event for span in subject.trace(2, outcore.Activations()).spans]
     assert events.count(("forward", 1)) == 2
     assert events.count(("gradient", 1)) == 1
     assert ("gradient", 0) not in events

@@ -14,10 +14,19 @@ if TYPE_CHECKING:
 
     from outcore.cli.settings import Settings
     from outcore.integrations.transformers import Built
+    from outcore.planning.plan import Plan
 
 
-def describe(settings: Settings, built: Built, data: str, lr: float, device: torch.device) -> dict[str, str]:
+def describe(
+    settings: Settings,
+    built: Built,
+    data: str,
+    lr: float,
+    device: torch.device,
+    searched: Plan | None = None,
+) -> dict[str, str]:
     """The effective plan of a training run, once the model is offloaded."""
+    blocks = engine_of(built.model).activations.blocks
     per_step = settings.batch_size * settings.seq_len * settings.accumulate
     accumulated = f" x {settings.accumulate} batches" if settings.accumulate > 1 else ""
     clip = f"clipped to norm {settings.clip:g}" if settings.clip > 0 else "not clipped"
@@ -30,10 +39,18 @@ def describe(settings: Settings, built: Built, data: str, lr: float, device: tor
         "step": f"{settings.batch_size} x {settings.seq_len} tokens{accumulated} = {per_step:,} tokens; "
         f"{settings.steps} steps; seed {settings.seed}",
         "optimizer": f"{settings.optimizer.lower()}, learning rate {lr:g}, gradient {clip}",
-        "compute": f"{settings.precision} on {device}, activations: {settings.activations}{_slices(settings, built)}",
+        "compute": f"{settings.precision} on {device}, activations: {blocks}{_slices(settings, built)}",
         **tiers(built, settings.disk),
+        **({} if searched is None else {"plan": _planned(searched)}),
         "log": f"{settings.log_dir}: {board}",
     }
+
+
+def _planned(plan: Plan) -> str:
+    return (
+        f"the fastest of {plan.tried} simulated: a step in {plan.outcome.seconds:.3g} s, "
+        f"{plan.tokens_per_second:,.0f} tokens/s, bound by {plan.bottleneck}; chunks of {format_size(plan.chunk_bytes)}"
+    )
 
 
 def _slices(settings: Settings, built: Built) -> str:

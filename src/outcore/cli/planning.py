@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from outcore.cli.failures import UNFIT, message, reported, say
 from outcore.errors import BudgetError, SizeError, UsageError
 
 if TYPE_CHECKING:
+    from outcore.integrations.transformers import Built
     from outcore.memory.budget import Budget
     from outcore.planning.machine import Machine
 
@@ -57,6 +58,15 @@ def plan(
         str | None,
         typer.Option(metavar="SIZE", help="The most that moves as one piece. By default what is faster."),
     ] = None,
+    nodes: Annotated[
+        int, typer.Option(metavar="N", help="Nodes: says what each way of sharding does on all of them.")
+    ] = 1,
+    gpus_per_node: Annotated[
+        int, typer.Option(metavar="M", help="Accelerators of each node, which share its host, CPU and disks.")
+    ] = 1,
+    in_network_reduction: Annotated[
+        bool, typer.Option("--in-network-reduction", help="Switches reduce and copy (as SHARP does).")
+    ] = False,
     ranks: Annotated[int, typer.Option(help="Ranks over which ZeRO shards, for the memory table.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -64,8 +74,31 @@ def plan(
     with reported():
         options.at_least(2, seq_len=seq_len)
         options.at_least(1, batch_size=batch_size, accumulate=accumulate, ranks=ranks)
+        options.at_least(1, nodes=nodes, gpus_per_node=gpus_per_node)
         if micro_batch is not None:
             options.at_least(1, micro_batch=micro_batch)
+        many = nodes * gpus_per_node > 1
+        if in_network_reduction and not many:
+            raise UsageError(
+                "--in-network-reduction needs several accelerators: give --nodes or --gpus-per-node"
+            )
+        named = {"--micro-batch": micro_batch, "--activations": activations, "--chunk-size": chunk_size}
+        if many:
+            for option, value in named.items():
+                if value is not None:
+                    raise UsageError(f"{option} is searched for each way of sharding: leave it out")
+            where, _ = _machine(machine, device_memory, host_memory, disk or [])
+            _across(
+                model,
+                (where, nodes, gpus_per_node, in_network_reduction),
+                seq_len=seq_len,
+                batch_size=batch_size,
+                accumulate=accumulate,
+                optimizer=optimizer,
+                precision=precision,
+                as_json=as_json,
+            )
+            return
         try:
             _run(
                 model,
@@ -105,25 +138,19 @@ def _run(
     ranks: int,
     as_json: bool,
 ) -> None:
-    import torch
-
     import outcore
     from outcore.cli.recipes import make, recipe
-    from outcore.integrations.shapes import shape
     from outcore.report.console import make_console
     from outcore.report.plans import show
 
     found = recipe(optimizer)
     wanted = outcore.Precision(precision)  # type: ignore[arg-type]
     kept = None if activations is None else outcore.Activations(activations)  # type: ignore[arg-type]
-    built = shape(name)
-    if built.positions is not None and seq_len > built.positions:
-        raise UsageError(f"--seq-len is {seq_len}, but {name} has {built.positions} positions")
-    ids = torch.empty((batch_size, seq_len), dtype=torch.long, device="meta")
+    built, batch = _shaped(name, batch_size, seq_len)
     made = outcore.plan(
         built.model,
         make(found, built.model.parameters(), 1e-4),
-        batch={"input_ids": ids, "labels": ids},
+        batch=batch,
         machine=machine,
         budget=budget,
         precision=wanted,
@@ -140,6 +167,57 @@ def _run(
     if not console.is_terminal:
         console.width = 150
     show(console, name, made)
+
+
+def _shaped(name: str, batch_size: int, seq_len: int) -> tuple[Built, dict[str, Any]]:
+    """A model without bytes, and a batch for it."""
+    import torch
+
+    from outcore.integrations.shapes import shape
+
+    built = shape(name)
+    if built.positions is not None and seq_len > built.positions:
+        raise UsageError(f"--seq-len is {seq_len}, but {name} has {built.positions} positions")
+    ids = torch.empty((batch_size, seq_len), dtype=torch.long, device="meta")
+    return built, {"input_ids": ids, "labels": ids}
+
+
+def _across(
+    name: str,
+    where: tuple[Machine, int, int, bool],
+    *,
+    seq_len: int,
+    batch_size: int,
+    accumulate: int,
+    optimizer: str,
+    precision: str,
+    as_json: bool,
+) -> None:
+    """Each way of sharding on a cluster."""
+    import outcore
+    from outcore.cli.recipes import make, recipe
+    from outcore.planning.cluster import Cluster
+    from outcore.planning.scale import spread
+    from outcore.planning.subject import Subject
+    from outcore.report.console import make_console
+    from outcore.report.scale import show_spread
+
+    cluster = Cluster(*where)
+    found = recipe(optimizer)
+    wanted = outcore.Precision(precision)  # type: ignore[arg-type]
+    built, batch = _shaped(name, batch_size, seq_len)
+    subject = Subject(built.model, make(found, built.model.parameters(), 1e-4), batch, precision=wanted)
+    ways = spread(subject, cluster, accumulate)
+    if as_json:
+        typer.echo(json.dumps({"name": name, "ways": [way.as_dict() for way in ways]}, indent=1))
+    else:
+        console = make_console()
+        if not console.is_terminal:
+            console.width = 150
+        show_spread(console, name, cluster, ways)
+    if not any(way.fits for way in ways):
+        say("no way fits: use more ranks, a smaller batch, or a node with more memory or disk")
+        raise typer.Exit(UNFIT)
 
 
 def _machine(name: str, device: str | None, host: str | None, disks: list[str]) -> tuple[Machine, Budget]:

@@ -40,11 +40,12 @@ class Settings:
     lr: float | None
     clip: float
     precision: str
-    activations: str
+    activations: str | None
     seed: int
     log_dir: Path
     trace_steps: str = TRACED
     microbatch: int | None = None
+    plan: str = "none"
     checkpoint: Path | None = None
     every: int | None = None
     keep: int | None = None
@@ -55,9 +56,11 @@ class Settings:
         options.at_least(2, seq_len=self.seq_len)
         options.at_least(1, batch_size=self.batch_size, accumulate=self.accumulate, steps=self.steps)
         options.check_seed(self.seed)
+        if self.plan not in ("auto", "none"):
+            raise UsageError(f"--plan is auto or none, and is {self.plan!r}")
         if self.microbatch is not None:
             options.at_least(1, microbatch=self.microbatch)
-            if self.activations != "recompute":
+            if self.activations not in (None, "recompute"):
                 raise UsageError(
                     "--microbatch works on recomputed blocks: give --activations recompute, or leave it out"
                 )

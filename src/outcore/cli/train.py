@@ -58,8 +58,19 @@ def train(
     clip: Annotated[float, typer.Option(help="Largest norm of the gradient; 0 for no clipping.")] = 1.0,
     precision: options.Precision = "bf16",
     activations: Annotated[
-        str, typer.Option(help="recompute each block's activations in the backward pass, or keep them.")
-    ] = "recompute",
+        str | None,
+        typer.Option(
+            help="recompute each block's activations in the backward pass, or keep them. By default recompute, or "
+            "what --plan auto finds."
+        ),
+    ] = None,
+    plan: Annotated[
+        str,
+        typer.Option(
+            help="auto simulates the run first, with the profile of this machine (outcore profile), and takes the "
+            "fastest settings that fit of those that leave the result as it is; none doesn't."
+        ),
+    ] = "none",
     microbatch: Annotated[
         int | None,
         typer.Option(
@@ -127,6 +138,7 @@ def train(
             precision=precision,
             activations=activations,
             microbatch=microbatch,
+            plan=plan,
             seed=seed,
             log_dir=log_dir or checkpoint or _named(model),
             trace_steps=trace_steps,
@@ -151,7 +163,10 @@ def run(settings: Settings) -> None:
     from outcore.cli.keeping import Keeping
     from outcore.cli.plan import describe
     from outcore.cli.recipes import learning_rate, make, recipe
+    from outcore.cli.rehearsing import rehearsed
+    from outcore.cli.searching import searched
     from outcore.cli.steps import Steps
+    from outcore.engine import engine_of
     from outcore.integrations.transformers import build
     from outcore.memory.device import find
     from outcore.report.console import make_console
@@ -164,7 +179,8 @@ def run(settings: Settings) -> None:
         device=settings.device_memory, host=settings.host_memory, disk=settings.disk or None
     )
     precision = outcore.Precision(settings.precision)  # type: ignore[arg-type]
-    activations = outcore.Activations(settings.activations, settings.microbatch)  # type: ignore[arg-type]
+    blocks = settings.activations or "recompute"
+    activations = outcore.Activations(blocks, settings.microbatch)  # type: ignore[arg-type]
     found = recipe(settings.optimizer)
     check_writable(settings.log_dir, "log")
     traced = parse_steps(settings.trace_steps, settings.steps)
@@ -193,6 +209,8 @@ def run(settings: Settings) -> None:
             keeping.check_data(previous)
     torch.manual_seed(settings.seed)
     optimizer = make(found, built.model.parameters(), lr)
+    plan = searched(settings, built, optimizer, budget, device)
+    expected = rehearsed(settings, built, optimizer, budget, activations, device, plan)
     grace = GRACE if settings.grace is None else settings.grace
     patient = keeping is not None
     interrupts = outcore.Interrupts(grace if patient else None, "this step" if patient else "this pass")
@@ -203,14 +221,16 @@ def run(settings: Settings) -> None:
             optimizer,
             budget=budget,
             precision=precision,
-            activations=activations,
+            activations=activations if plan is None else None,
             device=device,
             weights=built.weights,
+            plan=plan,
         )
+        engine_of(built.model).gauge.expect(expected)
         try:
             steps = Steps(settings, built, optimizer, batches, keeping, interrupts, console, traced)
             steps.begin(previous)
-            steps.plan(describe(settings, built, said, lr, device))
+            steps.plan(describe(settings, built, said, lr, device, plan))
             steps.run(device, tokenizer)
         finally:
             outcore.release(built.model)

@@ -9,11 +9,56 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Protocol
 
 from outcore.chunks.chunk import Residence
 from outcore.errors import BudgetError
 from outcore.planning.flow import Disk, Piece
 from outcore.planning.route import Foresight, Route
+
+FOREVER = 1e30
+"""A moment that does not come."""
+
+
+class Beside(Protocol):
+    """Somebody who works beside the training thread."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way that will make room."""
+
+    @property
+    def leaves(self) -> float:
+        """The share of its speed that the training thread keeps now."""
+
+    def next_end(self, now: float, shared: bool) -> float:
+        """When the work under way is over, if all stays as it is; `FOREVER` if there is none.
+
+        Args:
+            shared: the training thread works, too.
+        """
+
+    def work(self, seconds: float, shared: bool) -> None:
+        """So much time passes; ``shared`` likewise."""
+
+    def look(self) -> None:
+        """Something may have happened: go on."""
+
+
+class Nobody:
+    """No one."""
+
+    busy = False
+    leaves = 1.0
+
+    def next_end(self, now: float, shared: bool) -> float:
+        return FOREVER
+
+    def work(self, seconds: float, shared: bool) -> None:
+        """Nothing to do."""
+
+    def look(self) -> None:
+        """Nothing to do."""
 
 
 def refused(tier: str, needed: int, budget: int) -> BudgetError:
@@ -30,13 +75,25 @@ class Cache:
         peak: the most bytes the host held.
         disk_peak: the most bytes the disk held.
         holding: whether pieces may stay after their use.
+        beside: who works beside the training thread.
 
     Args:
         budget: bytes of the host.
         disk_budget: bytes of the disk; 0 for none.
+        read: bytes per second of the disk.
+        write: likewise.
+        taxed: share of its speed that the training thread keeps while the disk works.
     """
 
-    def __init__(self, budget: int, disk_budget: int, read: float, write: float, route: Route) -> None:
+    def __init__(
+        self,
+        budget: int,
+        disk_budget: int,
+        read: float,
+        write: float,
+        route: Route,
+        taxed: float = 1.0,
+    ) -> None:
         self._budget = budget
         self._disk_budget = disk_budget
         self._route = route
@@ -51,7 +108,9 @@ class Cache:
         self.peak = 0
         self.disk_peak = 0
         self.holding = True
-        self.waited = {"disk read": 0.0, "disk write": 0.0}
+        self.beside: Beside = Nobody()
+        self.waited = {"disk read": 0.0, "disk write": 0.0, "update": 0.0}
+        self._taxed = taxed
         self._leaving = 0
         self._count = 0
         self._resident: dict[Piece, None] = {}  # in order: a set would be in that of addresses
@@ -80,9 +139,9 @@ class Cache:
             return
         ceiling = self._budget - nbytes
         while self.used > ceiling:
-            if self._try_room(0, -1, ceiling) or self.disk is None or self.disk.idle:
+            if self._try_room(0, -1, ceiling) or self.quiet:
                 break
-            self._wait("disk write")
+            self.wait("disk write")
         if self.used > ceiling:
             raise refused("host", self.used + nbytes, self._budget)
         self.reserved, self.ahead = nbytes, max(nbytes, ahead)
@@ -98,23 +157,53 @@ class Cache:
 
     # -- time -------------------------------------------------------------------------------------
 
-    def work(self, seconds: float) -> None:
-        """The training thread is busy."""
-        self.now += seconds
-        if self.disk is not None:
-            self.disk.run(self.now)
+    def work(self, seconds: float, shared: bool = False) -> None:
+        """The training thread is busy with what takes so long by itself.
+
+        Args:
+            shared: with what others need, too.
+        """
+        left = seconds
+        while left > 0:
+            speed = self.beside.leaves if shared else 1.0
+            if shared and self.disk is not None and not self.disk.idle:
+                speed *= self._taxed
+            end = min(self.now + left / speed, self._next(shared))
+            left -= (end - self.now) * speed
+            self._pass(end, shared)
+            if left < 1e-12:
+                return
 
     def wait_until(self, moment: float) -> None:
-        if moment > self.now:
-            self.work(moment - self.now)
+        """Stand still until then."""
+        while self.now < moment:
+            self._pass(min(moment, self._next(False)), False)
 
-    def _wait(self, what: str) -> None:
-        """Until the next transfer ends."""
-        assert self.disk is not None
-        end = self.disk.next_end()
-        self.waited[what] += max(0.0, end - self.now)
-        self.now = max(self.now, end)
-        self.disk.run(self.now)
+    def _next(self, shared: bool) -> float:
+        """When something happens by itself."""
+        disk = self.disk.next_end() if self.disk is not None and not self.disk.idle else FOREVER
+        return max(self.now, min(disk, self.beside.next_end(self.now, shared)))
+
+    def _pass(self, until: float, shared: bool) -> None:
+        """Time passes; nothing else happens before its end."""
+        self.beside.work(until - self.now, shared)
+        self.now = until
+        if self.disk is not None:
+            self.disk.run(until)
+        self.beside.look()
+
+    def wait(self, what: str) -> None:
+        """Stand still until the next transfer or the next update ends."""
+        end = self._next(False)
+        if end >= FOREVER:
+            raise refused("host", self.used + self.reserved, self._budget)
+        self.waited[what] += end - self.now
+        self._pass(end, False)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is under way that will make room."""
+        return (self.disk is None or self.disk.idle) and not self.beside.busy
 
     def believe(self, route: Route, position: int) -> None:
         """From this position on another order is expected."""
@@ -130,6 +219,7 @@ class Cache:
     def advance(self, position: int) -> None:
         """The run is at this tick."""
         self.position = position
+        self._route.pass_by(position)
         self._needed = frozenset(self._route.ticks[position % len(self._route)][1])
         self._foresight.follow(position)
         if self.holding:
@@ -138,6 +228,37 @@ class Cache:
             self.trim()
 
     # -- guards -----------------------------------------------------------------------------------
+
+    def enter(self, pieces: Sequence[Piece]) -> bool:
+        """Pin pieces for somebody beside the training thread and begin to read those that are not there, if there is
+        room that nothing needed sooner takes."""
+        if not self.holding:
+            return False
+        beyond = min(self._route.next_use(piece, self.position) for piece in pieces)
+        for piece in pieces:
+            piece.pins += 1
+        absent = [piece for piece in pieces if not piece.on_host]
+        if self._try_room(sum(piece.nbytes for piece in absent), beyond, self.ceiling):
+            for piece in absent:
+                self._begin_read(piece, self.now)
+            return True
+        for piece in pieces:
+            piece.pins -= 1
+            if piece.pins == 0:
+                self._offer(piece)  # the search may have met it while it was pinned
+        return False
+
+    def touch(self, pieces: Sequence[Piece]) -> None:
+        """Pieces that are there and pinned are about to be written."""
+        self._count += 1
+        for piece in pieces:
+            piece.residence = Residence.DIRTY
+            piece.last = self._count
+
+    def fulfil(self, position: int) -> None:
+        """The tick at this position has nothing left to do when it comes."""
+        self._route.fulfil(position)
+        self._foresight.fulfil(position)
 
     def bring(self, pieces: Sequence[Piece], write: bool = False, fresh: bool = False) -> None:
         """Pin pieces, once they are there (for writing, once no transfer uses them)."""
@@ -156,10 +277,10 @@ class Cache:
         self._count += 1
         for piece in pieces:
             while piece.residence is Residence.READING:
-                self._wait("disk read")
+                self.wait("disk read")
             if write or fresh:
                 while piece.residence is Residence.WRITING:
-                    self._wait("disk write")
+                    self.wait("disk write")
                 piece.residence = Residence.DIRTY
             piece.last = self._count
 
@@ -171,11 +292,12 @@ class Cache:
                 self._offer(piece)
         if self.used + self.reserved > self._budget:
             self._try_room(0, -1, self._budget - self.reserved)
+        self._pump(self.now)
 
     def discard(self, piece: Piece) -> None:
         """Forget its bytes, on host and disk."""
         while piece.residence in (Residence.READING, Residence.WRITING):
-            self._wait("disk write")
+            self.wait("disk write")
         if piece.on_host:
             self._resident.pop(piece, None)
             self.used -= piece.nbytes
@@ -183,6 +305,7 @@ class Cache:
         if piece.stored:
             piece.stored = False
             self.disk_used -= piece.nbytes
+        self._pump(self.now)
 
     def trim(self) -> None:
         """Evict all that is not in use, and wait for it."""
@@ -192,15 +315,15 @@ class Cache:
         while any(
             p.pins == 0 and p.residence in (Residence.WRITING, Residence.READING) for p in self._resident
         ):
-            self._wait("disk write")
+            self.wait("disk write")
 
     # -- room -------------------------------------------------------------------------------------
 
     def _make_room(self, nbytes: int) -> None:
         while not self._try_room(nbytes, -1, self._budget - self.reserved):
-            if self.disk is None or self.disk.idle:
+            if self.quiet:
                 raise refused("host", self.used + nbytes + self.reserved, self._budget)
-            self._wait("disk write")
+            self.wait("disk write")
 
     def _try_room(self, nbytes: int, beyond: int, ceiling: int) -> bool:
         while self.used + nbytes > ceiling:
@@ -213,9 +336,11 @@ class Cache:
         return True
 
     def _victim(self, beyond: int) -> Piece | None:
-        """What is used last; for a read ahead not what the present tick needs."""
+        """What is used last, of what the present tick doesn't need; a demand takes even that."""
         kept: list[Piece] = []
         found = self._search(beyond, kept)
+        if found is None and beyond < 0 and kept:
+            found = kept.pop(0)
         for piece in kept:
             self._offer(piece)
         return found
@@ -237,10 +362,10 @@ class Cache:
                 piece.next = now
                 self._offer(piece)
                 continue
-            if beyond >= 0 and piece.next <= beyond:
+            if piece.next <= beyond:
                 return None
             heapq.heappop(heap)
-            if beyond >= 0 and piece in self._needed:
+            if piece in self._needed:
                 kept.append(piece)
                 continue
             return piece
@@ -253,9 +378,7 @@ class Cache:
 
     def _evict(self, piece: Piece, now: float) -> None:
         if piece.residence is Residence.CLEAN:
-            piece.residence = Residence.DISK
-            self._resident.pop(piece, None)
-            self.used -= piece.nbytes
+            self._leave(piece)
         elif piece.residence is Residence.DIRTY and self.disk is not None:
             if not piece.stored:
                 piece.stored = True
@@ -266,6 +389,13 @@ class Cache:
             piece.residence = Residence.WRITING
             self._leaving += piece.nbytes
             self.disk.submit(piece, True, now)
+
+    def _leave(self, piece: Piece) -> None:
+        """Its bytes are on disk, and here no more."""
+        piece.residence = Residence.DISK
+        self._resident.pop(piece, None)
+        self.used -= piece.nbytes
+        self._foresight.lose(piece)
 
     # -- transfers --------------------------------------------------------------------------------
 
@@ -280,7 +410,7 @@ class Cache:
         if self.disk is None or not self.holding:
             return
         ceiling = self._budget - self.ahead
-        while (found := self._foresight.peek(ceiling // 4)) is not None:
+        while (found := self._foresight.peek(ceiling // 4, self.position)) is not None:
             tick, piece = found
             if piece.residence is Residence.DISK:
                 if not self._try_room(piece.nbytes, tick, ceiling):
@@ -294,9 +424,7 @@ class Cache:
         if writing:
             self._leaving -= piece.nbytes
             if piece.pins == 0 and (self.used + self.reserved > self._budget or not self.holding):
-                piece.residence = Residence.DISK
-                self._resident.pop(piece, None)
-                self.used -= piece.nbytes
+                self._leave(piece)
             elif piece.pins == 0:
                 self._offer(piece)
         elif piece.pins == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from outcore.model.device_stage import AHEAD
+from outcore.model.device_stage import AHEAD, AHEAD_TICKS
 from outcore.planning.cache import Cache, refused
 from outcore.planning.flow import Link, Piece
 from outcore.planning.route import Route
@@ -17,7 +17,8 @@ class Frame:
 
     Attributes:
         nbytes: without padding to pages.
-        gradient: bytes of the largest gradient buffer of its runs.
+        gradient: bytes of the gradient buffers of its runs.
+        due: whether its parameters are still to be updated.
     """
 
     nbytes: int
@@ -25,6 +26,7 @@ class Frame:
     pieces: Sequence[Piece]
     here: bool = False
     opened: bool = False
+    due: bool = False
     filled: float = 0.0
 
 
@@ -160,19 +162,25 @@ class Frames:
             return
         position = self.cache.position
         beside = self.ahead - self.reserved
-        for distance, (phase, unit) in self.route.keys(position, AHEAD):
+        uses = 0
+        for distance, (phase, unit) in self.route.keys(position, AHEAD_TICKS):
             if phase not in ("forward", "backward"):
-                return
+                continue
             frame = self.frames[unit]
-            if distance == 1 and phase == "backward":
+            uses += 1
+            if uses == 1 and phase == "backward":
                 beside += max([frame.gradient, *(f.gradient for f in self.frames if f.opened)])
             if frame.here:
+                if uses == AHEAD:
+                    return
                 continue
-            if not all(self.cache.is_there(piece) for piece in frame.pieces):
+            if frame.due or not all(self.cache.is_there(piece) for piece in frame.pieces):
                 return
             if not self._try_room(frame.nbytes + beside, position + distance):
                 return
             self._lift(frame)
+            if uses == AHEAD:
+                return
 
     # -- gradients --------------------------------------------------------------------------------
 

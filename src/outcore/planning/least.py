@@ -2,44 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+from outcore.chunks.chunk import Chunk
+from outcore.chunks.store import RunStore
 from outcore.model.unit import Unit
 from outcore.model.units import Point
+from outcore.planning.fake_step import Trace
 from outcore.planning.minimum import needs
 from outcore.planning.outcome import Limits
 from outcore.planning.recorder import WITHIN
-from outcore.planning.rehearsal import Trace
+
+
+@dataclass(frozen=True)
+class Least:
+    """What a run holds at its worst moments, in bytes.
+
+    Attributes:
+        device: pinned there, beside the activations of that moment; ``None`` where the host computes.
+        host: likewise.
+        whole: on host and disk together: what exists then, pinned or not.
+    """
+
+    device: int | None
+    host: int
+    whole: int
+
+    @property
+    def limits(self) -> Limits:
+        """The least of each tier; ``disk`` is what is needed beside the least host budget."""
+        return Limits(self.device, self.host, max(0, self.whole - self.host))
 
 
 def least(
-    units: Sequence[Unit], points: Sequence[Point], trace: Trace, occupied: int, on_host: bool
-) -> Limits:
-    """The least of each tier: what is pinned at the worst moment, beside the activations of that moment.
+    units: Sequence[Unit],
+    points: Sequence[Point],
+    trace: Trace,
+    occupied: int,
+    on_host: bool,
+    accumulate: int = 1,
+) -> Least:
+    """The least with which each moment of a step has room.
 
-    ``disk`` is what is needed beside the least host budget.
+    Args:
+        occupied: bytes of buffers and resting tensors where the model computes.
+        accumulate: forwards and backwards of a step.
     """
-    found = needs(units, points, sliced=False)
-    computing = 0
-    opened: dict[int, int] = {}
-    gradient = [_gradient(unit, on_host) for unit in units]
+    found = needs(units, points, sliced=bool(trace.wide))
+    gradient = [_gradient(unit, on_host, accumulate > 1, unit.index in trace.wide) for unit in units]
+    computing, reserved, opened = 0, 0, dict[int, int]()
     for span in trace.spans:
         phase, index = span.event
         if phase in ("forward", "backward"):
             opened[index] = _bytes(units[index], on_host)
         pinned = sum(opened.values())
-        if any(gradient[i] for i in opened) and trace_is_backward(phase):
+        if opened and trace_is_backward(phase):
             pinned += max(gradient[i] for i in opened)
         if phase in WITHIN:
             pinned = max(pinned, sum(opened.values()) + gradient[index])
-        computing = max(computing, span.peak + pinned + occupied)
+        reserved = max(reserved, span.peak)  # what the first lap set aside stays so until its end
+        computing = max(computing, reserved + pinned + occupied)
         if phase == "closed":
             opened.pop(index, None)
-    host = max(found.working, computing) if on_host else found.working
-    reserved = trace.peak + occupied if on_host else 0
-    return Limits(
-        None if on_host else max(computing, found.device), host, max(0, found.total + reserved - host)
-    )
+    whole = max(found.total, _whole(units, trace, occupied, on_host, accumulate))
+    if on_host:
+        return Least(None, max(found.working, computing), whole)
+    return Least(max(computing, found.device), found.working, whole)
 
 
 def trace_is_backward(phase: str) -> bool:
@@ -47,12 +76,48 @@ def trace_is_backward(phase: str) -> bool:
     return phase == "backward" or phase in WITHIN
 
 
+def _whole(units: Sequence[Unit], trace: Trace, occupied: int, on_host: bool, accumulate: int) -> int:
+    """Bytes that exist at once at the worst moment.
+
+    While the first lap is measured, what was set aside for it stays so until the step: the last gradients come beside
+    the highest peak. Later ones set aside what each moment needs, beside the sums of the micro-batches before.
+    """
+    lasting = sum(_sum(s.parameters + s.states) for unit in units for s in unit.stores)
+    first = sum(
+        _sum(s.totals if unit.index in trace.wide else s.gradients) for unit in units for s in unit.stores
+    )
+    sums = sum(_sum(s.totals) for unit in units for s in unit.stores) if accumulate > 1 else first
+    if not on_host:
+        return lasting + sums
+    beside = trace.peak if accumulate > 2 else 0
+    return lasting + occupied + max(first + trace.growth, sums + beside)
+
+
+def _sum(chunks: Iterable[Chunk]) -> int:
+    return sum(chunk.nbytes for chunk in chunks)
+
+
 def _bytes(unit: Unit, on_host: bool) -> int:
     return unit.nbytes if on_host else sum(store.run.nbytes for store in unit.stores)
 
 
-def _gradient(unit: Unit, on_host: bool) -> int:
-    """The largest that must be held of a unit's gradients at once: a chunk on the host, a run on a device."""
+def _gradient(unit: Unit, on_host: bool, again: bool, wide: bool) -> int:
+    """The largest that must be held of a unit's gradients at once: a chunk on the host (with the fp32 sum that it is
+    widened to), a run on a device."""
+    trained = [store for store in unit.stores if store.run.trained]
     if on_host:
-        return max((chunk.nbytes for store in unit.stores for chunk in store.gradients), default=0)
-    return max((store.run.nbytes for store in unit.stores if store.run.trained), default=0)
+        return max((_on_host(store, again, wide) for store in trained), default=0)
+    return max((buffer_bytes(store, wide) for store in trained), default=0)
+
+
+def _on_host(store: RunStore, again: bool, wide: bool) -> int:
+    narrow = max(chunk.nbytes for chunk in store.gradients)
+    if store.totals is store.gradients:
+        return narrow
+    total = max(chunk.nbytes for chunk in store.totals)
+    return total if wide else narrow + total if again else narrow
+
+
+def buffer_bytes(store: RunStore, wide: bool) -> int:
+    """Bytes of a run's gradient buffer on a device."""
+    return store.run.numel * (max(4, store.run.dtype.itemsize) if wide else store.run.dtype.itemsize)

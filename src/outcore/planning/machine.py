@@ -20,7 +20,7 @@ DTYPES = ("bf16", "fp16", "fp32")
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine with one accelerator, or none. Bandwidths in bytes per second.
+    """A machine with one accelerator, or none, or one node of many. Bandwidths in bytes per second.
 
     Attributes:
         name: for people.
@@ -37,6 +37,13 @@ class Machine:
         disk_write: likewise; reads and writes share the disks.
         update: bytes per second, read and written, of the update kernels on the host.
         overhead: seconds an operator takes beside its work (launch, dispatch).
+        both: what computing and an update on the CPU reach together when both run, compared with one alone: 1 if each
+            takes from the other what it gets, 2 if neither feels the other; 0 if unknown, which is 1 where the CPU
+            computes and 2 where it doesn't.
+        taxed: the share of its speed that computing keeps while the disk is busy.
+        attention: FLOP/s of fused attention as a share of those of matrix products.
+        in_node: from each accelerator to the others of its node, each way; 0 if there are no others.
+        network: from each accelerator to other nodes, each way; 0 if there are none.
         endurance: bytes that may be written to the disks in their life, as their maker warrants; 0 if unknown.
         date: of the measurement; empty for a description.
     """
@@ -57,6 +64,11 @@ class Machine:
     overhead: float
     endurance: int = 0
     date: str = ""
+    both: float = 0.0
+    taxed: float = 1.0
+    attention: float = 1.0
+    in_node: float = 0.0
+    network: float = 0.0
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -79,6 +91,10 @@ class Machine:
             raise UsageError(f"reached must be a share above 0 and at most 1, and is {self.reached!r}")
         if not 0 <= self.overhead < 1:
             raise UsageError(f"overhead must be seconds, from 0 to below 1, and is {self.overhead!r}")
+        for name, most in (("both", 2), ("taxed", 1), ("attention", 4)):
+            value = getattr(self, name)
+            if not 0 < value <= most and not (name == "both" and value == 0):
+                raise UsageError(f"{name} must be above 0 and at most {most}, and is {value!r}")
         if self.device is not None and not (self.link_in > 0 and self.link_out > 0):
             raise UsageError("a machine with a device needs link_in and link_out above 0")
         if self.disk and not (self.disk_read > 0 and self.disk_write > 0):
@@ -89,6 +105,11 @@ class Machine:
             raise UsageError(f"{name} must be a number per second, and is {value!r}")
         if not math.isfinite(value) or value < 0 or value > 1e24 or (positive and value == 0):
             raise UsageError(f"{name} must be a finite number above 0, and is {value!r}")
+
+    @property
+    def beside(self) -> float:
+        """``both``, known or not."""
+        return self.both or (1.0 if self.device is None else 2.0)
 
     def rate(self, dtype: str) -> float:
         """Operations per second that matrix products reach in this precision.
@@ -134,8 +155,10 @@ RATES = (
     "disk_read",
     "disk_write",
     "update",
+    "in_node",
+    "network",
 )
-OPTIONAL_RATES = ("link_in", "link_out", "disk_read", "disk_write")
+OPTIONAL_RATES = ("link_in", "link_out", "disk_read", "disk_write", "in_node", "network")
 NAMES = tuple(f.name for f in fields(Machine))
 
 GIB = 1 << 30
@@ -150,6 +173,10 @@ NVME_ENDURANCE = 600 * TB
 """Per TB of capacity: 600 TBW is what that data sheet warrants for each TB."""
 
 
+ETHERNET = 12.5e9
+"""Of a machine that has no network for accelerators: 100 GbE."""
+
+
 def _described(
     name: str,
     device: int,
@@ -160,6 +187,8 @@ def _described(
     memory: float,
     link: float,
     host_bandwidth: float,
+    in_node: float = 0.0,
+    network: float = 0.0,
 ) -> Machine:
     return Machine(
         name=name,
@@ -177,6 +206,8 @@ def _described(
         update=0.6 * host_bandwidth,
         overhead=5e-6,
         endurance=NVME_ENDURANCE * disk // TB,
+        in_node=in_node or link,
+        network=network or ETHERNET,
     )
 
 
@@ -193,15 +224,21 @@ DESCRIBED: dict[str, Machine] = {
         _described("rtx4080", 16 * GIB, 64 * GIB, 2 * TB, 97.5e12, 48.7e12, 716.8e9, 25e9, 70e9),
         # The same whitepaper, table 2: 1008 GB/s, 165.2 TFLOP/s dense, FP32 82.6.
         _described("rtx4090", 24 * GIB, 256 * GIB, 4 * TB, 165.2e12, 82.6e12, 1008e9, 25e9, 70e9),
-        # NVIDIA A100 80GB data sheet (SXM): 2039 GB/s, BF16 312 TFLOP/s dense, FP32 19.5.
-        _described("a100-80g", 80 * GIB, 512 * GIB, 4 * TB, 312e12, 19.5e12, 2039e9, 25e9, 150e9),
-        # NVIDIA H100 data sheet (SXM): 3.35 TB/s, BF16 1979 TFLOP/s with sparsity, so 989 dense; FP32 67.
-        _described("h100", 80 * GIB, 1024 * GIB, 8 * TB, 989e12, 67e12, 3350e9, 50e9, 250e9),
+        # NVIDIA A100 80GB data sheet (SXM): 2039 GB/s, BF16 312 TFLOP/s dense, FP32 19.5; NVLink 600 GB/s both ways
+        # together. DGX A100 data sheet: 200 Gb/s of InfiniBand for each.
+        _described(
+            "a100-80g", 80 * GIB, 512 * GIB, 4 * TB, 312e12, 19.5e12, 2039e9, 25e9, 150e9, 300e9, 25e9
+        ),
+        # NVIDIA H100 data sheet (SXM): 3.35 TB/s, BF16 1979 TFLOP/s with sparsity, so 989 dense; FP32 67; NVLink 900
+        # GB/s both ways together. DGX H100 data sheet: 400 Gb/s of InfiniBand for each.
+        _described("h100", 80 * GIB, 1024 * GIB, 8 * TB, 989e12, 67e12, 3350e9, 50e9, 250e9, 450e9, 50e9),
         # NVIDIA H200 data sheet (SXM): 141 GB at 4.8 TB/s, else as the H100.
-        _described("h200", 141 * 10**9, 1024 * GIB, 8 * TB, 989e12, 67e12, 4800e9, 50e9, 250e9),
+        _described("h200", 141 * 10**9, 1024 * GIB, 8 * TB, 989e12, 67e12, 4800e9, 50e9, 250e9, 450e9, 50e9),
         # NVIDIA GH200 Grace Hopper data sheet: 96 GB HBM3 at 4 TB/s, 480 GB LPDDR5X at up to 512 GB/s, NVLink-C2C
         # 900 GB/s both ways together.
-        _described("gh200", 96 * 10**9, 480 * 10**9, 4 * TB, 989e12, 67e12, 4000e9, 375e9, 400e9),
+        _described(
+            "gh200", 96 * 10**9, 480 * 10**9, 4 * TB, 989e12, 67e12, 4000e9, 375e9, 400e9, 375e9, 50e9
+        ),
     )
 }
 """Machines by the name of their accelerator."""

@@ -48,6 +48,11 @@ _DEFAULTS: dict[str, Any] = {
     "overhead": 5e-6,
     "endurance": 0,
     "date": "",
+    "both": 0.0,
+    "taxed": 1.0,
+    "attention": 1.0,
+    "in_node": 0.0,
+    "network": 0.0,
 }
 
 
@@ -99,7 +104,7 @@ def from_table(table: Mapping[str, Any], name: str) -> Machine:
     if not isinstance(values["flops"], Mapping):
         raise UsageError("flops must be a table: [flops], then lines such as bf16 = 165e12")
     values["flops"] = dict(values["flops"])
-    for share in ("reached", "overhead"):
+    for share in ("reached", "overhead", "both", "taxed", "attention"):
         if isinstance(values[share], bool) or not isinstance(values[share], (int, float)):
             raise UsageError(f"{share} must be a number, and is {values[share]!r}")
     return Machine(**values)

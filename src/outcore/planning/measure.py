@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
@@ -29,6 +30,8 @@ SPAN = 0.6
 """Least rounds and seconds of a measurement."""
 DISK_SAMPLE = 512 << 20
 EXTENT = 32 << 20
+COUNT = 1 << 21
+"""Parameters of an update beside which computing is measured: those of a chunk or two."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 Say = Callable[[str], None]
@@ -52,16 +55,22 @@ def measure(
     flops = {name: rate for name, dtype in DTYPES.items() if (rate := products(dtype, device))}
     say("memory")
     compute_bandwidth = elementwise(device)
+    share = attention(device, flops.get("bf16") or flops["fp32"])
     host_bandwidth = copying()
     link_in, link_out = (0.0, 0.0) if on_host else links(device)
     say("the update kernel")
     update = updating()
     say("operators")
     overhead = launching(device)
+    taxed = 1.0
+    say("computing beside an update")
+    both = sum(together(product(device), update_of(COUNT)[0]))
     read, write = 0.0, 0.0
     if folder is not None:
         say(f"the disk at {os.fspath(folder)}")
-        read, write = disk(folder)
+        with Disk(folder) as probe:
+            read, write = probe.rates()
+            taxed = together(product(device), probe.both_ways)[0]
     on_device, host, room = sizes(device, folder)
     return Machine(
         name=f"{os.uname().nodename}, {device}",
@@ -78,6 +87,9 @@ def measure(
         disk_write=write,
         update=update,
         overhead=overhead,
+        both=min(2.0, max(1.0, both)),
+        taxed=min(1.0, taxed),
+        attention=min(4.0, share),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
@@ -116,10 +128,50 @@ def products(dtype: torch.dtype, device: torch.device) -> float:
     return rate
 
 
+def product(device: torch.device) -> Callable[[], object]:
+    """A matrix product of the size that a layer has."""
+    a, b = (torch.randn(1024, 1024, device=device).to(torch.bfloat16) for _ in range(2))
+
+    def work() -> None:
+        torch.mm(a, b)
+        _finish(device)
+
+    return work
+
+
 def elementwise(device: torch.device) -> float:
-    """Bytes per second, read and written, of bf16 operators beside matrix products."""
-    x = torch.randn(1 << 24, device=device).to(torch.bfloat16)
-    return 3 * x.nbytes / mean(lambda: x + x, device)  # two arguments and a result, as a plan counts them
+    """Bytes per second, read and written, of what a block does beside matrix products: norms, gates, sums.
+
+    On tensors of the size that a layer has: on a CPU larger ones measure the heap, which gives them back each time.
+    """
+    rows = 2048 if device.type == "cpu" else 32768
+    norm = nn.LayerNorm(1024).to(device, torch.bfloat16)
+    x = torch.randn(rows, 1024, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    def work() -> None:
+        y = norm(x)
+        gate = 0.5 * y * (1.0 + torch.tanh(0.8 * (y + 0.04 * y.pow(3.0))))
+        (x + gate).sum().backward()
+
+    counter = _Counter()
+    with counter:
+        work()
+    return counter.work.nbytes / mean(work, device)
+
+
+def attention(device: torch.device, rate: float) -> float:
+    """FLOP/s of fused attention, forward and backward, as a share of ``rate``."""
+    q, k, v = (
+        torch.randn(2, 8, 512, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    )
+
+    def work() -> None:
+        nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    counter = _Counter()
+    with counter:
+        work()
+    return sum(counter.work.flops.values()) / mean(work, device) / rate
 
 
 def copying() -> float:
@@ -142,7 +194,12 @@ def links(device: torch.device) -> tuple[float, float]:
 
 def updating() -> float:
     """Bytes per second, read and written, of AdamW with split masters."""
-    count = 1 << 24
+    work, nbytes = update_of(1 << 24)
+    return nbytes / mean(work, torch.device("cpu"))
+
+
+def update_of(count: int) -> tuple[Callable[[], object], int]:
+    """An update of so many parameters, and the bytes it reads and writes."""
     rule = AdamRule(decoupled=True)
     parameter = torch.randn(count).to(torch.bfloat16)
     gradient = torch.randn(count).to(torch.bfloat16)
@@ -153,7 +210,32 @@ def updating() -> float:
         rule.update(parameter, gradient, planes, hyper, 1, GradTransform())
 
     written = parameter.nbytes + sum(plane.nbytes for plane in planes)
-    return (gradient.nbytes + 2 * written) / mean(work, torch.device("cpu"))
+    return work, gradient.nbytes + 2 * written
+
+
+def together(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
+    """The speeds of two kinds of work at the same time, each as a share of its speed alone.
+
+    Alone and together take turns, so that a machine that others use too changes both alike.
+    """
+    alone, beside = [0.0, 0.0], [0.0, 0.0]
+    for _ in range(ROUNDS):
+        alone[0] += _speed(first, SPAN / 3)
+        alone[1] += _speed(second, SPAN / 3)
+        with ThreadPoolExecutor(1) as other:
+            future = other.submit(_speed, second, SPAN / 2)
+            beside[0] += _speed(first, SPAN / 2)
+            beside[1] += future.result()
+    return beside[0] / alone[0], beside[1] / alone[1]
+
+
+def _speed(work: Callable[[], object], seconds: float) -> float:
+    """How often some work is done per second."""
+    count, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds or count == 0:
+        work()
+        count += 1
+    return count / elapsed
 
 
 def launching(device: torch.device) -> float:
@@ -180,29 +262,52 @@ class _Counter(TorchDispatchMode):
         return result
 
 
-def disk(folder: str | os.PathLike[str]) -> tuple[float, float]:
-    """Bytes per second read from and written to a private file there, through the tier that runs use.
+class Disk:
+    """A private file in a folder, read and written through the tier that runs use.
 
     Raises:
         TierError: the disk can't be used.
     """
-    count = DISK_SAMPLE // EXTENT
-    regions = [reserve(EXTENT) for _ in range(min(4, count))]
-    for region in regions:
-        region.tensor.random_(0, 256)
-    limit = DiskLimit(os.path.abspath(os.fspath(folder)), DISK_SAMPLE)
-    with DiskTier.open([limit], ledger=Ledger()) as tier:
-        extents = [tier.allocate(EXTENT) for _ in range(count)]
 
-        def write() -> None:
-            for future in [tier.write(e, regions[k % len(regions)].buffer) for k, e in enumerate(extents)]:
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        count = DISK_SAMPLE // EXTENT
+        self._regions = [reserve(EXTENT) for _ in range(min(4, count))]
+        limit = DiskLimit(os.path.abspath(os.fspath(folder)), DISK_SAMPLE)
+        self._tier = DiskTier.open([limit], ledger=Ledger())
+        self._extents = [self._tier.allocate(EXTENT) for _ in range(count)]
+
+    def __enter__(self) -> Disk:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._tier.close()
+
+    def rates(self) -> tuple[float, float]:
+        """Bytes per second read and written."""
+        for region in self._regions:
+            region.tensor.random_(0, 256)
+        wrote = mean(self._write, torch.device("cpu"))
+        return DISK_SAMPLE / mean(self._read, torch.device("cpu")), DISK_SAMPLE / wrote
+
+    def both_ways(self) -> None:
+        """Write a little and read it."""
+        region, extent = self._regions[0], self._extents[0]
+        self._tier.write(extent, region.buffer).result()
+        region.release()
+        self._tier.read(extent, region.buffer).result()
+
+    def _write(self) -> None:
+        regions = self._regions
+        for future in [
+            self._tier.write(e, regions[k % len(regions)].buffer) for k, e in enumerate(self._extents)
+        ]:
+            future.result()
+
+    def _read(self) -> None:
+        """Into fresh pages, as a pool does."""
+        for first in range(0, len(self._extents), len(self._regions)):
+            group = list(zip(self._extents[first : first + len(self._regions)], self._regions, strict=False))
+            for _, region in group:
+                region.release()
+            for future in [self._tier.read(extent, region.buffer) for extent, region in group]:
                 future.result()
-
-        def read() -> None:
-            for first in range(0, count, len(regions)):
-                group = extents[first : first + len(regions)]
-                for future in [tier.read(e, r.buffer) for e, r in zip(group, regions, strict=False)]:
-                    future.result()
-
-        wrote = mean(write, torch.device("cpu"))
-        return DISK_SAMPLE / mean(read, torch.device("cpu")), DISK_SAMPLE / wrote

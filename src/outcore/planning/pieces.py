@@ -8,17 +8,26 @@ from dataclasses import dataclass
 from outcore.chunks.chunk import Chunk
 from outcore.chunks.store import RunStore
 from outcore.planning.flow import Piece
+from outcore.planning.least import buffer_bytes
 
 
 @dataclass(frozen=True)
 class StorePieces:
-    """A run's pieces."""
+    """A run's pieces.
+
+    Attributes:
+        gradients: where the first gradients of a step go.
+        totals: where they go with the second.
+        nbytes: of the parameters, without padding to pages.
+        buffer: of their gradients on a device.
+    """
 
     parameters: Sequence[Piece]
     gradients: Sequence[Piece]
     totals: Sequence[Piece]
     states: Sequence[Piece]
     nbytes: int
+    buffer: int
     arrivals: Sequence[range]
     """The chunks that each parameter's gradient goes to, in the order in which backward makes them."""
 
@@ -36,10 +45,14 @@ class Pieces:
         first, self._count = self._count, self._count + len(chunks)
         return [Piece(chunk.nbytes, first + k) for k, chunk in enumerate(chunks)]
 
-    def of(self, store: RunStore) -> StorePieces:
-        """A run's pieces."""
-        gradients = self._make(store.gradients)
-        totals = gradients if store.totals is store.gradients else self._make(store.totals)
+    def of(self, store: RunStore, wide: bool) -> StorePieces:
+        """A run's pieces.
+
+        Args:
+            wide: its gradients come as fp32 sums over slices.
+        """
+        gradients = self._make(store.totals if wide else store.gradients)
+        totals = gradients if wide or store.totals is store.gradients else self._make(store.totals)
         arrivals = [store.run.covering(slot) for slot in reversed(store.run.slots)]
         return StorePieces(
             self._make(store.parameters),
@@ -47,5 +60,6 @@ class Pieces:
             totals,
             self._make(store.states),
             store.run.nbytes,
+            buffer_bytes(store, wide) if store.run.trained else 0,
             arrivals if store.gradients else (),
         )

@@ -10,6 +10,7 @@ from outcore.memory.budget import Budget
 from outcore.model.policies import Activations, Precision
 from outcore.planning.machine import Machine
 from outcore.planning.outcome import Limits, Outcome
+from outcore.planning.settings import said
 from outcore.planning.strategies import Row
 from outcore.planning.subject import Facts
 
@@ -21,12 +22,13 @@ YEAR = 365 * DAY
 class Plan:
     """How to run, and what is to be expected. Printed, it says so in words.
 
-    The first four are what `outcore.offload` takes (``chunk_bytes`` as ``chunk_size``).
+    `outcore.offload` runs it with ``plan=``; the loop gives ``micro_batch`` sequences to each forward and steps after
+    ``accumulate`` of them.
 
     Attributes:
         budget: bytes per tier.
         precision: what to compute in.
-        activations: whether blocks are recomputed.
+        activations: whether blocks are recomputed, and in which slices.
         chunk_bytes: the most bytes of parameters that move as one piece.
         micro_batch: sequences of one forward and backward.
         accumulate: forwards and backwards of a step.
@@ -42,6 +44,7 @@ class Plan:
         table: the memory of each strategy, per rank.
         ranks: for which the table was made.
         tried: how many settings were simulated.
+        units: names of units, as `outcore.offload` takes them.
     """
 
     budget: Budget
@@ -62,6 +65,7 @@ class Plan:
     table: Sequence[Row] = field(repr=False)
     ranks: int
     tried: int
+    units: tuple[str, ...] | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -108,6 +112,8 @@ class Plan:
                 "budget": limits,
                 "precision": self.precision.compute,
                 "activations": self.activations.blocks,
+                "microbatch": self.activations.microbatch,
+                "loss_slice": self.activations.loss_slice,
                 "chunk_bytes": self.chunk_bytes,
                 "micro_batch": self.micro_batch,
                 "accumulate": self.accumulate,
@@ -144,7 +150,7 @@ class Plan:
         peaks = ", ".join(f"{tier} {nbytes:,} bytes" for tier, nbytes in out.peak.items())
         return (
             f"{self.facts.parameters:,} parameters on {self.machine.name}: {self.micro_batch} sequences x "
-            f"{self.accumulate}, activations {self.activations.blocks}, {self.precision.compute}; a step of "
+            f"{self.accumulate}, activations {said(self.activations)}, {self.precision.compute}; a step of "
             f"{self.tokens:,} tokens takes {out.seconds:.3g} s ({self.tokens_per_second:,.0f} tokens/s), bound by "
             f"{self.bottleneck}; peaks: {peaks}"
         )

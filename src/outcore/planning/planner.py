@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from outcore.errors import BudgetError, UsageError
+from outcore.errors import BudgetError, ModelError, UsageError
 from outcore.memory.budget import Budget, spare
 from outcore.memory.sizes import format_size, parse_size
-from outcore.model.policies import Activations, ActivationsName, Precision
+from outcore.model.policies import Activations, Precision
 from outcore.optim.optimizer import Optimizer
 from outcore.optim.optimizers import AdamW
 from outcore.planning.least import least
@@ -49,7 +49,7 @@ def plan(
     machine: Machine | str | Path = "this",
     budget: Budget | None = None,
     precision: Precision | None = None,
-    activations: Activations | None = None,
+    activations: Activations | Sequence[Activations] | None = None,
     accumulate: int = 1,
     micro_batch: int | None = None,
     chunk_size: str | int | None = None,
@@ -69,7 +69,7 @@ def plan(
         budget: bytes per tier, within the machine's. What is left out is what the machine has, less a safety share; a
             disk's directory doesn't have to exist.
         precision: bf16 by default.
-        activations: by default whatever is faster.
+        activations: what is to be done with them, or a choice of which the fastest is taken; by default of all.
         accumulate: batches of a step.
         micro_batch: sequences of one pass; by default whatever is faster of those that divide the step.
         chunk_size: as `outcore.offload` takes it; by default whatever is faster.
@@ -91,8 +91,10 @@ def plan(
     if micro_batch is not None and (micro_batch < 1 or sequences % micro_batch):
         raise UsageError(f"a step of {sequences} sequences can't be cut into micro-batches of {micro_batch}")
     chunk_bytes = None if chunk_size is None else parse_size(chunk_size)
-    asked = None if activations is None else activations.blocks
-    return planner.best(sequences, accumulate, micro_batch, asked, chunk_bytes, budget, ranks)
+    ways = (activations,) if isinstance(activations, Activations) else activations
+    if ways is not None and not ways:
+        raise UsageError("activations is an empty choice: leave it out, or name at least one policy")
+    return planner.best(sequences, accumulate, micro_batch, ways, chunk_bytes, budget, ranks)
 
 
 def machine_of(machine: Machine | str | Path) -> Machine:
@@ -155,11 +157,19 @@ class Planner:
         Raises:
             BudgetError: it doesn't fit.
         """
+        return self.simulation(settings).run()
+
+    def simulation(self, settings: Settings) -> Simulation:
+        """A run with these settings, before its first step.
+
+        Raises:
+            BudgetError: its chunks don't fit.
+        """
         subject, limits = self._subject, self._limits
         units, points = subject.layout(settings.chunk_bytes)
-        found = needs(units, points, sliced=False)
+        found = needs(units, points, settings.activations.microbatch is not None)
         check(found, limits.host, limits.disk, limits.device)
-        trace = subject.trace(settings.micro_batch, settings.activations == "recompute", self._on_host)
+        trace = subject.trace(settings.micro_batch, settings.activations)
         size = max(settings.chunk_bytes, sum(unit.nbytes for unit in units) // PIECES)
         if size > settings.chunk_bytes:
             units, _ = subject.layout(size)
@@ -171,8 +181,8 @@ class Planner:
             limits,
             accumulate=settings.accumulate,
             occupied=subject.occupied,
-            total=found.total,
-        ).run()
+            found=found,
+        )
 
     def fits(self, settings: Settings) -> Outcome | None:
         """A run with these settings, if it fits."""
@@ -180,13 +190,17 @@ class Planner:
             return self.simulate(settings)
         except BudgetError:
             return None
+        except ModelError:
+            if settings.activations.microbatch is None:
+                raise
+            return None  # blocks that can't run in slices
 
     def best(
         self,
         sequences: int,
         accumulate: int,
         micro_batch: int | None,
-        activations: ActivationsName | None,
+        activations: Sequence[Activations] | None,
         chunk_bytes: int | None,
         budget: Budget | None,
         ranks: int,
@@ -197,7 +211,8 @@ class Planner:
             BudgetError: none fits.
         """
         found: list[_Fit] = []
-        for settings in candidates(sequences, accumulate, micro_batch, activations, chunk_bytes):
+        tokens = self._subject.tokens
+        for settings in candidates(sequences, accumulate, micro_batch, activations, chunk_bytes, tokens):
             if any(dominates(fit.settings, settings) for fit in found):
                 continue
             outcome = self.fits(settings)
@@ -216,7 +231,7 @@ class Planner:
             asked = Settings(
                 micro_batch or sequences // accumulate,
                 sequences // (micro_batch or sequences // accumulate),
-                activations or "recompute",
+                activations[-1] if activations else Activations("recompute"),
                 chunk_bytes or CHUNK_SIZES[0],
             )
             raise self._unfit(asked)
@@ -225,7 +240,7 @@ class Planner:
     def _plan(self, fit: _Fit, budget: Budget | None, ranks: int) -> Plan:
         subject, settings, outcome = self._subject, fit.settings, fit.outcome
         units, points = subject.layout(settings.chunk_bytes)
-        trace = subject.trace(settings.micro_batch, settings.activations == "recompute", self._on_host)
+        trace = subject.trace(settings.micro_batch, settings.activations)
         works = parts(outcome)
         bottleneck = max(works, key=works.__getitem__)
         rows = table(Sizes.of(units, subject.facts.buffers), trace, self._machine, ranks, outcome.peak)
@@ -234,14 +249,14 @@ class Planner:
         return Plan(
             budget=Budget(device=limits.device, host=limits.host, disk=disk),
             precision=subject.precision,
-            activations=Activations(settings.activations),
+            activations=settings.activations,
             chunk_bytes=settings.chunk_bytes,
             micro_batch=settings.micro_batch,
             accumulate=settings.accumulate,
             tokens=trace.tokens * settings.accumulate,
             machine=self._machine,
             limits=limits,
-            least=least(units, points, trace, subject.occupied, self._on_host),
+            least=least(units, points, trace, subject.occupied, self._on_host, settings.accumulate).limits,
             facts=subject.facts,
             flops=sum(trace.work.flops.values()) * settings.accumulate,
             outcome=outcome,
@@ -250,14 +265,15 @@ class Planner:
             table=rows,
             ranks=ranks,
             tried=self.tried,
+            units=subject.patterns,
         )
 
     # -- what would do ----------------------------------------------------------------------------
 
     def _unfit(self, asked: Settings) -> BudgetError:
         units, points = self._subject.layout(asked.chunk_bytes)
-        trace = self._subject.trace(asked.micro_batch, asked.activations == "recompute", self._on_host)
-        low = least(units, points, trace, self._subject.occupied, self._on_host)
+        trace = self._subject.trace(asked.micro_batch, asked.activations)
+        low = least(units, points, trace, self._subject.occupied, self._on_host, asked.accumulate).limits
         limits = self._limits
         tier, needed, there = "disk", low.host + low.disk - limits.host, limits.disk
         if limits.device is not None and (low.device or 0) > limits.device:
@@ -275,7 +291,8 @@ class Planner:
 
     def _changes(self, asked: Settings, low: Limits) -> Iterator[str]:
         """Single changes that make it fit, the gentlest first."""
-        if asked.activations == "keep" and self.fits(replace(asked, activations="recompute")):
+        recomputed = replace(asked, activations=Activations("recompute"))
+        if asked.activations.blocks == "keep" and self.fits(recomputed):
             yield "recompute activations"
         size, whole = asked.micro_batch, asked.micro_batch * asked.accumulate
         while size > 1:

@@ -5,8 +5,8 @@ in a run; each belongs to a category, by when it appeared.
 
 [Note: Values]
 Where a model asks for values, it is told what usually holds: a condition over all elements is true (a mask that
-hides nothing), one over any element is false (no NaN), a number is 0; and each expert of a mixture is
-hit, by an even share of the tokens.
+hides nothing), one over any element is false (no NaN), two tensors of one shape are equal, a number is 0; and each
+expert of a mixture is hit, by an even share of the tokens.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class Recorder(TorchDispatchMode):
         self.spans = [Span(("begin", -1))]
         self.growth = 0
         self.last_block = -1
+        self.sliced: frozenset[int] = frozenset()
+        self.wide: set[int] = set()
         self._charged: dict[int, list[int]] = {}
         self._parts = [0] * len(CATEGORIES)
         self._live = 0
@@ -99,8 +101,14 @@ class Recorder(TorchDispatchMode):
         if event[0] != "end":
             self.spans.append(Span(event, self._live, self._live, tuple(self._parts)))
 
-    def gradient(self, unit: Unit, gradient: torch.Tensor) -> None:
-        """A storage turned out to be a parameter's gradient."""
+    def gradient(self, unit: Unit, gradient: torch.Tensor, wide: bool) -> None:
+        """A storage turned out to be a parameter's gradient.
+
+        Args:
+            wide: it is a sum in fp32 where the parameter has 16 bits.
+        """
+        if wide:
+            self.wide.add(unit.index)
         if unit not in self._arriving:
             self._arriving.add(unit)
             self.cut(("arrives", unit.index))
@@ -144,11 +152,23 @@ class Recorder(TorchDispatchMode):
                     self._charge(storage)
         if func._overloadpacket is torch.ops.aten.all:
             self._holding.add(result.untyped_storage()._cdata)
-        self.spans[-1].work.note(func, args, kwargs, result)
+        if not self._is_probing():
+            self.spans[-1].work.note(func, args, kwargs, result)
         return result
+
+    def _is_probing(self) -> bool:
+        """Whether a block that runs in slices is being examined, as its first call alone is.
+
+        Its memory counts, for the first lap is the one that a run measures; its work doesn't. What such a block
+        computes in forward, it computes with gradients.
+        """
+        phase, index = self.spans[-1].event
+        return phase == "forward" and index in self.sliced and not torch.is_grad_enabled()
 
     def _assumed(self, func: Any, args: tuple[Any, ...]) -> Any:
         """What depends on values, see [Note: Values]."""
+        if func is torch.ops.aten.equal.default:
+            return args[0].shape == args[1].shape
         if func is torch.ops.aten._local_scalar_dense.default:
             if args[0].dtype is torch.bool:
                 return args[0].untyped_storage()._cdata in self._holding
@@ -190,4 +210,10 @@ class Recorder(TorchDispatchMode):
         self.growth = max(self.growth, self._reserved)
 
 
-_DEPENDS = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default})
+_DEPENDS = frozenset(
+    {
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten.equal.default,
+    }
+)

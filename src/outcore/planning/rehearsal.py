@@ -1,220 +1,196 @@
-"""A step traced without values: who is opened when, what it allocates, what it computes.
+"""rehearse(): what a run will need on each tier, for a given batch, in seconds and without bytes.
 
-[Note: Fake step]
-The model's parameters and buffers are exchanged for fake tensors (shapes and dtypes, no bytes), and one forward and
-backward runs through the very hooks that `outcore.offload` hangs in, with a stage that does nothing. So the
-order of units, recomputation, tied weights and modules called twice come out as they will be, not as a formula says.
-
-Fake tensors are on the CPU: there the attention that is traced is the fused one, which is also what accelerators take.
+For whoever knows the batch before the first step, and would rather be refused now than by the first backward.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
 
-from outcore.errors import ModelError, OutcoreError
-from outcore.memory.ledger import Ledger
-from outcore.model.activations import recompute, recomputes_itself
-from outcore.model.backward import BackwardPass
-from outcore.model.hooks import PointHooks
-from outcore.model.laps import Laps
-from outcore.model.placement import wants_fp32
-from outcore.model.residency import Residency
-from outcore.model.trees import tensors_of
-from outcore.model.unit import Binding, Unit
-from outcore.model.units import Point
-from outcore.optim.updates import NoUpdates
-from outcore.planning.recorder import Recorder, Span
-from outcore.planning.work import Work
+from outcore.errors import BudgetError, ModelError
+from outcore.memory.sizes import format_size, parse_size
+from outcore.model.policies import Activations, Precision
+from outcore.optim.kernels import AdamRule, Rule
+from outcore.planning.least import Least, least
+from outcore.planning.minimum import check, needs
+from outcore.planning.outcome import Limits
+from outcore.planning.subject import Loss, Subject, Trains
 
 
-@dataclass
-class Trace:
-    """A forward with its backward.
+@dataclass(frozen=True)
+class _Ruled:
+    """A rule, and a model of which everything is trained that isn't frozen."""
+
+    rule: Rule
+    model: nn.Module
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        return (p for p in self.model.parameters() if p.requires_grad)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What training a model on a batch needs.
 
     Attributes:
-        spans: in order.
-        growth: the most that the gauge of a run sets aside in the first lap, where it measures.
-        tokens: elements of the largest integer input, as many as the batch has tokens.
+        least: the smallest budgets with which it works, in bytes: of the device (``None`` where the host computes), of
+            the host, and of the disk beside that host budget.
+        states: bytes of all parameters, states and gradients.
+        activations: the most bytes of activations and temporaries at one moment, where the model computes.
+        whole: the most bytes on host and disk together.
     """
 
-    spans: list[Span]
-    growth: int
-    tokens: int
+    least: Limits
+    states: int
+    activations: int
+    whole: int
+    _subject: Subject
+    _asked: _Asked
+
+    def check(self, limits: Limits) -> None:
+        """Refuse budgets that are too small, before anything has any memory.
+
+        Args:
+            limits: bytes per tier; ``Limits(None if the host computes else device, host, sum of disks)``.
+
+        Raises:
+            BudgetError: the tier that is short, the bytes it needs, and as ``remedy`` the smallest budgets that would
+                do and the nearest change (recompute, smaller slices, a smaller batch, more disk). It is never raised
+                for a run that would have worked; a budget within 10 % of the least may still be refused by the first
+                step, which measures.
+        """
+        units, points = self._subject.layout(self._asked.chunk_bytes)
+        check(needs(units, points, self._asked.sliced), limits.host, limits.disk, limits.device)
+        short = shortage(self.least, self.whole, limits)
+        if short is None:
+            return
+        tier, needed, there = short
+        sizes = (("device", self.least.device), ("host", self.least.host), ("disk", self.least.disk))
+        said = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in sizes if nbytes)
+        remedy = f"the smallest budgets that would do for this batch are {said}"
+        for change in self._changes(limits):
+            remedy += f"; or {change}"
+        raise BudgetError(tier, needed, there, remedy)
+
+    def _changes(self, limits: Limits) -> Iterator[str]:
+        """Single changes that make it fit, the gentlest first; the first of each kind."""
+        asked, rows = self._asked.activations, self._subject.batch_size
+        if asked.blocks == "keep" and self._fits(rows, Activations("recompute"), limits):
+            yield "recompute activations"
+            return
+        size = asked.microbatch or rows
+        while size > 1:
+            size = max(d for d in range(1, size) if rows % d == 0)
+            if self._fits(rows, Activations("recompute", size, asked.loss_slice), limits):
+                yield f"recompute in slices of {size} (microbatch)"
+                break
+        size = rows
+        while size > 1:
+            size //= 2
+            if self._fits(size, asked, limits):
+                yield f"use batches of {size}"
+                break
+        short = self.whole - limits.host - limits.disk
+        if self.least.host <= limits.host and (self.least.device or 0) <= (limits.device or 0) and short > 0:
+            yield f"add {format_size(short)} of disk"
+
+    def _fits(self, rows: int, activations: Activations, limits: Limits) -> bool:
+        asked = replace(self._asked, activations=activations)
+        try:
+            found = asked.least(self._subject, rows)
+        except ModelError:  # blocks that can't run in slices
+            return False
+        return shortage(found.limits, found.whole, limits) is None
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Settings of a run."""
+
+    activations: Activations
+    chunk_bytes: int
+    on_host: bool
+    accumulate: int
 
     @property
-    def peak(self) -> int:
-        return max(span.peak for span in self.spans)
+    def sliced(self) -> bool:
+        return self.activations.microbatch is not None
 
-    @property
-    def work(self) -> Work:
-        total = Work.none()
-        for span in self.spans:
-            total.add(span.work)
-        return total
+    def least(self, subject: Subject, rows: int) -> Least:
+        units, points = subject.layout(self.chunk_bytes)
+        trace = subject.trace(rows, self.activations)
+        return least(units, points, trace, subject.occupied, self.on_host, self.accumulate)
+
+
+def shortage(low: Limits, whole: int, limits: Limits) -> tuple[str, int, int] | None:
+    """The tier on which budgets are too small, what is needed there, and the budget; ``None`` if they are not."""
+    if limits.device is not None and (low.device or 0) > limits.device:
+        return "device", low.device or 0, limits.device
+    if low.host > limits.host:
+        return "host", low.host, limits.host
+    if whole > limits.host + limits.disk:
+        if limits.disk == 0:
+            return "host", whole, limits.host
+        return "disk", whole - limits.host, limits.disk
+    return None
 
 
 def rehearse(
-    model: nn.Module,
-    lay: Callable[[nn.Module], tuple[Sequence[Unit], Sequence[Point]]],
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: Trains | Rule | None,
     batch: Mapping[str, Any],
-    loss: Callable[[Any], torch.Tensor],
-    dtype: torch.dtype,
-    recomputes: bool,
-) -> Trace:
-    """Trace one forward and backward.
+    *,
+    on_host: bool,
+    precision: Precision | None = None,
+    activations: Activations | None = None,
+    chunk_size: str | int = "8MiB",
+    accumulate: int = 1,
+    units: Sequence[str] | None = None,
+    loss: Loss | None = None,
+) -> Rehearsal:
+    """Trace one step without values and say what it needs. A 1.3B model takes one to five seconds and no memory to
+    speak of; see `outcore.planning.fake_step`.
+
+    ::
+
+        ids = torch.empty((batch_size, seq_len), dtype=torch.long, device="meta")
+        rehearse(model, optimizer, {"input_ids": ids, "labels": ids}, on_host=True).check(Limits(None, host, disk))
 
     Args:
-        model: any module; it is as it was afterwards, its values are not touched.
-        lay: divides the fake model in units.
-        batch: keyword arguments of the model's call; only shapes and dtypes of tensors matter.
-        loss: from the model's output, a scalar.
-        dtype: what the model computes in.
-        recomputes: whether blocks are recomputed in backward.
+        model: any module, also on ``meta``, which is left as it is; or a function that makes one, which is called
+            with ``meta`` as the default device.
+        optimizer: one of outcore's made from the model's parameters, or the rule of one (then everything is trained
+            that isn't frozen); AdamW if ``None``.
+        batch: keyword arguments of one call of the model. Of its tensors only shapes and dtypes matter.
+        on_host: whether the CPU computes; otherwise an accelerator does.
+        precision: as `outcore.offload` takes it, and so the following.
+        accumulate: forwards and backwards of a step.
+        loss: from the model's output to a scalar; by default its ``loss``, or the mean of its first tensor.
 
     Raises:
-        ModelError: the model can't be traced: its shapes depend on values, or it raises.
+        ModelError: the model can't be divided or traced, or its blocks can't run in slices.
+        UsageError: the batch has no tensor, or a size can't be read.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _faked(model, mode, dtype):
-        units, points = lay(model)
-        recorder = Recorder()
-        tokens = 0
-        undo = _hang(model, units, points, recorder, dtype, recomputes)
-        try:
-            with mode, _unrecognised():
-                inputs = tree_map(_fake_input, dict(batch))
-                tokens = max((t.numel() for t in tensors_of(inputs) if not t.is_floating_point()), default=0)
-                tokens = tokens or max((t.shape[0] for t in tensors_of(inputs) if t.dim()), default=1)
-                with recorder:
-                    loss(model(**inputs)).backward()
-        except OutcoreError:
-            raise
-        except Exception as error:
-            text = str(error).strip().splitlines()
-            raise ModelError(
-                f"the model can't be traced without values ({type(error).__name__}: {text[0] if text else ''})"
-            ) from error
-        finally:
-            for step in reversed(undo):
-                step()
-    recorder.cut(("end", -1))
-    return Trace(recorder.spans, recorder.growth, tokens)
-
-
-@contextmanager
-def _faked(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, the model holds fake parameters (in the dtype they are computed in) and buffers."""
-    keep = wants_fp32(model)
-    parameters = [(m, dict(m._parameters)) for m in model.modules()]
-    buffers = [(m, dict(m._buffers)) for m in model.modules()]
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    with mode:
-        for module, own in parameters:
-            for name, parameter in own.items():
-                if parameter is None:
-                    continue
-                if parameter not in made:
-                    cast_it = parameter.is_floating_point() and parameter not in keep
-                    values = torch.empty(parameter.shape, dtype=dtype if cast_it else parameter.dtype)
-                    made[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                module._parameters[name] = made[parameter]
-        for module, kept in buffers:
-            for name, buffer in kept.items():
-                if buffer is not None:
-                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    try:
-        yield
-    finally:
-        for module, own in parameters:
-            module._parameters.update(own)
-        for module, kept in buffers:
-            module._buffers.update(kept)
-
-
-@contextmanager
-def _unrecognised() -> Iterator[None]:
-    """Inside, transformers takes fake tensors for ordinary ones.
-
-    For those it recognises it builds masks that a run, which can look into them, finds to be superfluous.
-    """
-    known: Any = sys.modules.get("transformers.utils.import_utils")
-    before = getattr(known, "is_fake_tensor", None)
-    if before is None:
-        yield
-        return
-    known.is_fake_tensor = lambda tensor: False
-    try:
-        yield
-    finally:
-        known.is_fake_tensor = before
-
-
-def _fake_input(value: Any) -> Any:
-    return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
-
-
-def _hang(
-    model: nn.Module,
-    units: Sequence[Unit],
-    points: Sequence[Point],
-    recorder: Recorder,
-    dtype: torch.dtype,
-    recomputes: bool,
-) -> list[Callable[[], object]]:
-    """The hooks of `outcore.engine`, told to a recorder."""
-    here: Any = _Here()
-    clock: Any = recorder
-    updates = NoUpdates()
-    residency = Residency(here, clock, here, cast(Any, recorder), updates, Ledger())
-    backward = BackwardPass(residency, recorder.complete)
-    recorder.last_block = max((i for p in points if p.block for i in p.units), default=-1)
-    undo: list[Callable[[], object]] = []
-    for point in points:
-        opened = tuple(units[i] for i in point.units)
-        undo.append(PointHooks(point.module, opened, residency, backward).remove)
-        if recomputes and point.block and not recomputes_itself(point.module):
-            undo.append(recompute(point.module))
-    undo.append(Laps(model, torch.device("cpu"), dtype, clock, cast(Any, recorder), backward, updates).remove)
-    for unit in units:
-        for binding in unit.bindings:
-            parameter = binding.parameter
-            binding.resting = parameter.data
-            if not parameter.requires_grad:
-                continue
-
-            def accumulated(parameter: torch.Tensor, unit: Unit = unit, binding: Binding = binding) -> None:
-                if parameter.grad is not None:
-                    recorder.gradient(unit, parameter.grad)
-                parameter.grad = None
-                backward.accumulated(unit, binding.slot.index)
-
-            undo.append(parameter.register_post_accumulate_grad_hook(accumulated).remove)
-    return undo
-
-
-class _Here:
-    """A stage, and gradients, where everything is always there."""
-
-    device = torch.device("cpu")
-
-    def views(self, unit: Unit) -> Sequence[torch.Tensor]:
-        return [binding.parameter.data for binding in unit.bindings]
-
-    def open(self, unit: Unit) -> None:
-        pass
-
-    def close(self, unit: Unit) -> None:
-        pass
-
-    def expected(self, stores: object) -> tuple[()]:
-        return ()
+    if not isinstance(model, nn.Module):
+        with torch.device("meta"):
+            model = model()
+    trains = (
+        optimizer if isinstance(optimizer, Trains) else _Ruled(optimizer or AdamRule(decoupled=True), model)
+    )
+    subject = Subject(model, trains, batch, loss, precision, units)
+    asked = _Asked(activations or Activations(), parse_size(chunk_size), on_host, accumulate)
+    low = asked.least(subject, subject.batch_size)
+    laid, points = subject.layout(asked.chunk_bytes)
+    return Rehearsal(
+        low.limits,
+        needs(laid, points, asked.sliced).total,
+        subject.trace(subject.batch_size, asked.activations).peak,
+        low.whole,
+        subject,
+        asked,
+    )

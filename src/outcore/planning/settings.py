@@ -2,9 +2,13 @@
 
 [Note: Search]
 Settings that change a step's time are few: the micro-batch (a step's sequences in fewer passes fetch parameters less
-often, and hold more activations), whether blocks are recomputed (which makes room for chunks, and costs a forward), and
-the size of chunks. Each is simulated with all of the budgets: what is left of them holds the chunks that are used
-soonest, so there is no split to search for. What was fixed by the caller stays as it is.
+often, and hold more activations), whether blocks are recomputed (which makes room for chunks, and costs a forward),
+whether recomputed blocks run in slices (one pass for the whole step with the activations of a slice), and the size of
+chunks. Each is simulated with all of the budgets: what is left of them holds the chunks that are used soonest, so there
+is no split to search for. What was fixed by the caller stays as it is.
+
+Of slices one size is tried for each pass: the fewest sequences with `SLICE_TOKENS`, for which matrix products are large
+enough; more would hold more and fetch no less.
 """
 
 from __future__ import annotations
@@ -12,38 +16,65 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from outcore.model.policies import ActivationsName
+from outcore.model.policies import Activations
 
 CHUNK_SIZES = (8 << 20, 32 << 20)
 """Sizes of chunks that are tried: the default of `outcore.offload`, and one for wide models."""
 
+SLICE_TOKENS = 1024
+"""Tokens of a slice from which on more gain nothing."""
+
 
 @dataclass(frozen=True)
 class Settings:
-    """What a search decides."""
+    """What a search decides.
+
+    Attributes:
+        micro_batch: sequences of one forward and backward.
+        accumulate: forwards and backwards of a step.
+        activations: what blocks do with theirs, and in which slices they run.
+        chunk_bytes: the most bytes of parameters that move as one piece.
+    """
 
     micro_batch: int
     accumulate: int
-    activations: ActivationsName
+    activations: Activations
     chunk_bytes: int
 
     def __str__(self) -> str:
         turns = f" x {self.accumulate}" if self.accumulate > 1 else ""
-        kept = "kept" if self.activations == "keep" else "recomputed"
-        return f"micro-batches of {self.micro_batch}{turns}, activations {kept}"
+        return f"micro-batches of {self.micro_batch}{turns}, activations {said(self.activations)}"
+
+
+def said(activations: Activations) -> str:
+    """A policy in words."""
+    if activations.blocks == "keep":
+        return "kept"
+    part = activations.microbatch
+    return "recomputed" if part is None else f"recomputed in slices of {part}"
 
 
 def candidates(
     sequences: int,
     accumulate: int,
     micro_batch: int | None,
-    activations: ActivationsName | None,
+    activations: Sequence[Activations] | None,
     chunk_bytes: int | None,
+    tokens: int = 1,
 ) -> Iterator[Settings]:
-    """Settings to try, those that hold least first within each micro-batch, the largest micro-batch first."""
+    """Settings to try, those that compute least first within each micro-batch, the largest micro-batch first.
+
+    Args:
+        tokens: of a sequence.
+    """
     sizes = [micro_batch] if micro_batch else _sizes(sequences)
-    ways: Sequence[ActivationsName] = (activations,) if activations else ("keep", "recompute")
     for size in sizes:
+        if activations is not None:
+            ways = list(activations)
+        else:
+            ways = [Activations("keep"), Activations("recompute")]
+            part = next((d for d in range(1, size) if size % d == 0 and d * tokens >= SLICE_TOKENS), None)
+            ways += [] if part is None else [Activations("recompute", part)]
         for way in ways:
             yield Settings(size, sequences // size, way, chunk_bytes or CHUNK_SIZES[0])
 
@@ -59,9 +90,12 @@ _POWERS = frozenset(1 << k for k in range(40))
 
 def dominates(known: Settings, other: Settings) -> bool:
     """Whether settings that fit make others pointless: a larger micro-batch with the same activations kept moves no
-    more bytes and computes no more."""
+    more bytes and computes no more. In slices a larger one holds hardly more, so that any will do."""
+    mine, others = known.activations, other.activations
+    sliced = mine.microbatch is not None
     return (
         known.chunk_bytes == other.chunk_bytes
-        and known.activations == other.activations
-        and known.micro_batch > 2 * other.micro_batch
+        and mine.blocks == others.blocks
+        and sliced == (others.microbatch is not None)
+        and known.micro_batch > (1 if sliced else 2) * other.micro_batch
     )

@@ -1,13 +1,23 @@
 """A training run on a virtual clock: what each tier holds, what each link moves, how long a step takes.
 
 [Note: Clock]
-Events, not samples: time passes when the training thread computes or waits, and disk and links serve what was
-asked of them in the meantime. Nothing is random and nothing sleeps, so the same settings give the same plan. The
-first step runs as a run's first does (nothing idle stays while activations are measured); the last one counts for
-time, the highest for memory.
+Events, not samples: time passes when the training thread computes or waits, and disk, links and the update thread
+serve what was asked of them in the meantime. Nothing is random and nothing sleeps, so the same settings give the same
+plan. The first step runs as a run's first does (nothing idle stays while activations are measured, and there is no
+update before it); the last one counts for time, the highest for memory.
 
-A span's time is the time of its matrix products at the machine's rate, and of everything else at the bandwidth of
-its memory, or what its operators cost to launch if that is more.
+A span's time is the time of its matrix products and its attention at the machine's rates, and of everything else at
+the bandwidth of its memory. Products also read and write what they multiply, and operators cost something to launch: an
+accelerator does either beside computing, while on a CPU the few threads that compute wait for both.
+
+[Note: A step]
+As `outcore.engine` has it: a step marks updates as due. They are done under the next forward, by a thread of their own
+in the order of that forward as far as there is room, or where their unit is used; or at once in the step, where
+activations leave room for less than two of them.
+
+[Note: Who shares what]
+Where the CPU computes, updates take its cores from it, and so do the threads of the disk (copies and checksums). Both
+are measured by ``outcore profile``: `Machine.both`, `Machine.taxed`. Two updates at a time share them in any case.
 """
 
 from __future__ import annotations
@@ -17,14 +27,17 @@ from functools import partial
 
 from outcore.model.unit import Unit
 from outcore.planning.cache import Cache
+from outcore.planning.fake_step import Trace
 from outcore.planning.flow import Link, Piece
 from outcore.planning.frames import Frame, Frames
+from outcore.planning.laps import laps, updates
 from outcore.planning.machine import Machine
+from outcore.planning.minimum import Needs
 from outcore.planning.outcome import Limits, Outcome
 from outcore.planning.pieces import Pieces, StorePieces
 from outcore.planning.recorder import WITHIN
-from outcore.planning.rehearsal import Trace
-from outcore.planning.route import Route, Tick
+from outcore.planning.route import Route
+from outcore.planning.updates import Job, Updater
 from outcore.planning.work import Work
 from outcore.trace.profile import Profile
 
@@ -40,7 +53,10 @@ class Simulation:
         trace: of one micro-batch.
         accumulate: micro-batches of a step.
         occupied: bytes of buffers and resting tensors where the model computes.
-        total: bytes of all chunks, as `outcore.planning.minimum.needs` counts them.
+        found: what `outcore.planning.minimum.needs` says of the same units.
+
+    Attributes:
+        updates_at_once: whether updates are done in the step, because there is no room beside a forward.
     """
 
     def __init__(
@@ -52,21 +68,37 @@ class Simulation:
         *,
         accumulate: int,
         occupied: int,
-        total: int,
+        found: Needs,
     ) -> None:
         self._machine = machine
         self._limits = limits
         self._trace = trace
         self._accumulate = accumulate
         pieces = Pieces()
-        self._stores = [[pieces.of(store) for store in unit.stores] for unit in units]
+        self._stores = [[pieces.of(s, unit.index in trace.wide) for s in unit.stores] for unit in units]
         self._profile = _profile(trace)
-        self._roomy = 2 * total <= limits.host and limits.device is None
+        on_host = limits.device is None
+        self._roomy = 2 * found.total <= limits.host and on_host
         self._seconds = [seconds_of(span.work, machine) for span in trace.spans]
-        self._narrow = self._wide = self._route = Route(self._laps(False), len(pieces))
+        self._narrow = self._wide = self._route = Route(
+            laps(trace, self._stores, accumulate, False), len(pieces)
+        )
         if accumulate > 1:
-            self._wide = Route(self._laps(True), len(pieces))
-        self._cache = Cache(limits.host, limits.disk, machine.disk_read, machine.disk_write, self._route)
+            self._wide = Route(laps(trace, self._stores, accumulate, True), len(pieces))
+            self._wide.adopt(self._narrow)
+        self._cache = Cache(
+            limits.host,
+            limits.disk,
+            machine.disk_read,
+            machine.disk_write,
+            self._route,
+            machine.taxed,
+        )
+        self._updater = Updater(self._cache, machine.beside)
+        self._cache.beside = self._updater
+        self._jobs: dict[int, list[Job]] = {}
+        most = trace.growth if on_host else 0
+        self.updates_at_once = limits.host - most < 2 * found.update
         self._frames: Frames | None = None
         if limits.device is not None:
             self._frames = Frames(
@@ -78,7 +110,6 @@ class Simulation:
                 Link(machine.link_out),
             )
         self._occupied = occupied
-        self._update = 0.0
         self._compute = 0.0
 
     # -- construction -----------------------------------------------------------------------------
@@ -87,28 +118,9 @@ class Simulation:
     def _frame(stores: Sequence[StorePieces]) -> Frame:
         return Frame(
             sum(s.nbytes for s in stores),
-            max((s.nbytes for s in stores if s.gradients), default=0),
+            sum(s.buffer for s in stores),
             [p for s in stores for p in s.parameters],
         )
-
-    def _laps(self, wide: bool) -> list[list[Tick]]:
-        """A step as it is believed to be, gradients being where one micro-batch on record had them."""
-        lap: list[Tick] = []
-        for span in self._trace.spans:
-            phase, unit = span.event
-            if phase == "forward":
-                lap.append((span.event, tuple(self._parameters(unit))))
-            elif phase == "backward":
-                sums = [p for s in self._stores[unit] for p in (s.totals if wide else s.gradients)]
-                lap.append((span.event, (*self._parameters(unit), *sums)))
-        update: list[Tick] = []
-        for index, stores in enumerate(self._stores):
-            for s in stores:
-                sums = list(s.totals if self._accumulate > 1 else s.gradients)
-                for k, gradient in enumerate(sums):
-                    needed = (gradient, s.parameters[k], *s.states[k : k + 1])
-                    update.append((("update", index), needed))
-        return [lap] * self._accumulate + [update]
 
     # -- a run ------------------------------------------------------------------------------------
 
@@ -119,6 +131,9 @@ class Simulation:
             BudgetError: a tier can't hold what must be there.
         """
         cache, frames = self._cache, self._frames
+        for position, ((phase, _), _) in enumerate(self._narrow.ticks):
+            if phase == "update":  # there is no step before the first
+                self._narrow.fulfil(position)
         for stores in self._stores:
             for s in stores:
                 for k, parameter in enumerate(s.parameters):
@@ -138,7 +153,7 @@ class Simulation:
             self._step(number)
         before = self._totals()
         start = cache.now
-        self._compute = self._update = 0.0
+        updated, self._compute = self._updater.seconds, 0.0
         self._step(STEPS - 1)
         settled = self._peaks()
         after = self._totals()
@@ -148,8 +163,8 @@ class Simulation:
         return Outcome(
             seconds=cache.now - start,
             compute=self._compute,
-            update=self._update,
-            waited={link: difference[f"waited {link}"] for link in links},
+            update=self._updater.seconds - updated,
+            waited={link: difference[f"waited {link}"] for link in (*links, "update")},
             busy={link: difference[f"busy {link}"] for link in links},
             moved={link: round(difference[f"moved {link}"]) for link in links},
             peak={tier: max(first[tier], settled[tier]) for tier in first},
@@ -181,14 +196,53 @@ class Simulation:
         return found
 
     def _step(self, number: int) -> None:
-        base = number * len(self._route)
-        position = base
+        position = number * len(self._route)
         for turn in range(self._accumulate):
             # what is on record of the lap before: see `outcore.planning.route`
-            believed = self._narrow if turn in (1, 2) else self._wide
-            self._cache.believe(believed, position)
+            late = turn >= 3 or (turn < 2 and self._accumulate > 2)
+            self._cache.believe(self._wide if late else self._narrow, position)
             position = self._lap(position, turn, measured=number == 0 and turn == 0)
-        self._updates(position)
+        if self._frames is not None:
+            self._frames.synchronize()
+        self._begin(position)
+
+    def _begin(self, position: int) -> None:
+        """The updates of a step are due; ``position`` is that of the next step's first tick."""
+        self._jobs = {}
+        every: list[Job] = []
+        tick = position
+        for (phase, unit), _ in self._narrow.ticks:
+            if phase == "update" and unit not in self._jobs:
+                ticks = updates(self._stores, unit, self._accumulate > 1)
+                self._jobs[unit] = [self._job(needs, tick + k) for k, (_, needs) in enumerate(ticks)]
+            tick += 1
+        for unit in sorted(self._jobs):
+            every += self._jobs[unit]
+        if self._frames is not None:
+            for frame, stores in zip(self._frames.frames, self._stores, strict=True):
+                if any(s.gradients for s in stores):
+                    self._frames.free(frame)
+                    frame.due = True
+        self._updater.begin(every)
+        if self.updates_at_once:
+            self._settle(sorted(self._jobs))
+        if self._frames is not None:
+            self._frames.look_ahead()
+
+    def _job(self, needs: Sequence[Piece], tick: int) -> Job:
+        gradient, *written = needs
+        nbytes = gradient.nbytes + 2 * sum(piece.nbytes for piece in written)
+        return Job(gradient, written, tick, nbytes / self._machine.update)
+
+    def _settle(self, units: Sequence[int]) -> None:
+        """The units are about to be used: their updates must be done."""
+        for unit in units:
+            jobs = self._jobs.pop(unit, None)
+            if jobs is None:
+                continue
+            self._updater.settle(jobs)
+            if self._frames is not None:
+                self._frames.frames[unit].due = False
 
     def _lap(self, position: int, turn: int, measured: bool) -> int:
         """One forward and backward. Returns the position of the next tick."""
@@ -196,6 +250,7 @@ class Simulation:
         holder = cache if frames is None else frames
         if measured and not self._roomy:
             holder.holding = False
+        ticks, start = self._narrow.ticks, position - position % len(self._narrow)
         window = -1
         for span, seconds in zip(self._trace.spans, self._seconds, strict=True):
             phase, unit = span.event
@@ -206,6 +261,9 @@ class Simulation:
                     now = ahead = max(holder.reserved, self._measured(span.peak, holder))
                 holder.reserve(now, ahead)
             if phase in ("forward", "backward"):
+                self._settle([unit] if phase == "forward" else sorted(self._jobs))
+                while ticks[position - start][0] != span.event:
+                    position += 1
                 cache.advance(position)
                 position += 1
                 if frames is None:
@@ -221,8 +279,7 @@ class Simulation:
                 self._gather(unit, turn)
             elif phase == "gradient":
                 self._gradients(unit, turn)
-            self._compute += seconds
-            cache.work(seconds)
+            self._spend(seconds)
         holder.reserve(0, 0)
         holder.holding = True
         return position
@@ -242,7 +299,7 @@ class Simulation:
             if not s.gradients:
                 continue
             if self._frames is not None:
-                self._frames.buffer(s.nbytes)
+                self._frames.buffer(s.buffer)
                 continue
             begun: set[int] = set()
             for k in (k for covered in s.arrivals for k in covered):
@@ -255,7 +312,7 @@ class Simulation:
             if not s.gradients:
                 continue
             if self._frames is not None:
-                self._frames.send(s.nbytes, s.gradients, turn == 0, partial(self._landed, s, turn))
+                self._frames.send(s.buffer, s.gradients, turn == 0, partial(self._landed, s, turn))
                 continue
             sums = s.gradients if turn == 0 else s.totals
             for piece in sums:
@@ -290,31 +347,7 @@ class Simulation:
 
     def _spend(self, seconds: float) -> None:
         self._compute += seconds
-        self._cache.work(seconds)
-
-    def _updates(self, position: int) -> None:
-        cache, frames = self._cache, self._frames
-        if frames is not None:
-            frames.synchronize()
-        for stores in self._stores:
-            for s in stores:
-                sums = s.totals if self._accumulate > 1 else s.gradients
-                for k, gradient in enumerate(sums):
-                    written = (s.parameters[k], *s.states[k : k + 1])
-                    cache.advance(position)
-                    position += 1
-                    cache.bring((gradient,))
-                    cache.bring(written, write=True)
-                    nbytes = gradient.nbytes + 2 * sum(piece.nbytes for piece in written)
-                    seconds = nbytes / self._machine.update
-                    self._update += seconds
-                    cache.work(seconds)
-                    cache.release((gradient, *written))
-                    cache.discard(gradient)
-        if frames is not None:
-            for frame, stores in zip(frames.frames, self._stores, strict=True):
-                if any(s.gradients for s in stores):
-                    frames.free(frame)
+        self._cache.work(seconds, shared=True)
 
 
 def _profile(trace: Trace) -> Profile:
@@ -330,10 +363,13 @@ def _profile(trace: Trace) -> Profile:
 
 def seconds_of(work: Work, machine: Machine) -> float:
     """Seconds that a span takes on the machine; see [Note: Clock]."""
-    slowest = min(
-        machine.flops.values()
-    )  # for what a model computes in a precision that nobody stated a rate for
-    products = sum(
-        count / (machine.flops.get(dtype, slowest) * machine.reached) for dtype, count in work.flops.items()
-    )
-    return max(products + work.nbytes / machine.compute_bandwidth, work.operators * machine.overhead)
+    slowest = min(machine.flops.values())  # for a precision that nobody stated a rate for
+    products = 0.0
+    for dtype, count in work.flops.items():
+        attention = work.attention.get(dtype, 0)
+        rate = machine.flops.get(dtype, slowest) * machine.reached
+        products += (count - attention + attention / machine.attention) / rate
+    rest, launches = work.nbytes / machine.compute_bandwidth, work.operators * machine.overhead
+    if machine.device is None:
+        return products + work.operands / machine.host_bandwidth + rest + launches
+    return max(max(products, work.operands / machine.compute_bandwidth) + rest, launches)

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 
 from outcore.memory.ledger import TIERS
 from outcore.model.unit import Unit
+from outcore.planning.fake_step import Trace
 from outcore.planning.machine import Machine
 from outcore.planning.recorder import CATEGORIES
-from outcore.planning.rehearsal import Trace
 
 KINDS = (
     "parameters",
@@ -72,7 +72,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The bytes of a model's states, by kind, and of the largest unit (parameters and gradients)."""
+    """The bytes of a model's states, by kind, of the largest unit (parameters and gradients), and of the parameters
+    of a usual one (``unit``)."""
 
     parameters: int
     frozen: int
@@ -82,6 +83,7 @@ class Sizes:
     trained: int
     largest: int
     largest_parameter: int
+    unit: int
 
     @classmethod
     def of(cls, units: Sequence[Unit], buffers: int) -> Sizes:
@@ -107,6 +109,7 @@ class Sizes:
             trained=count,
             largest=max(bytes_of),
             largest_parameter=max(slot.numel for s in stores for slot in s.run.slots),
+            unit=sorted(sum(s.run.nbytes for s in unit.stores) for unit in units)[len(units) // 2],
         )
 
 
@@ -123,28 +126,34 @@ def table(sizes: Sizes, trace: Trace, machine: Machine, ranks: int, outcore: Map
         ranks: over which ZeRO shards, each with a machine's memory of its own.
         outcore: the bytes that a plan of outcore's holds at its peak on each tier, on one rank.
     """
-    share = _Share(sizes, trace, ranks)
+    share = Share(sizes, trace, ranks)
     rows = [
         share.row("mixed precision", device=(1, 1, 1)),
         share.row("ZeRO-1", device=(1, 1, 1 / ranks)),
         share.row("ZeRO-2", device=(1, 1 / ranks, 1 / ranks)),
-        share.row("ZeRO-3", device=(1 / ranks,) * 3, gathers=True),
+        share.row("ZeRO-3", device=(1 / ranks,) * 3, gathers=1),
         share.row("ZeRO-Offload", device=(1, 0, 0), host=(0, 1 / ranks, 1 / ranks)),
-        share.row("ZeRO-Infinity, host", host=(1 / ranks,) * 3, gathers=True),
-        share.row("ZeRO-Infinity, NVMe", disk=(1 / ranks, 2 / ranks, 1 / ranks), gathers=True, swaps=True),
+        share.row("ZeRO-Infinity, host", host=(1 / ranks,) * 3, gathers=1),
+        share.row("ZeRO-Infinity, NVMe", disk=(1 / ranks, 2 / ranks, 1 / ranks), gathers=1, swaps=True),
     ]
     rows.append(_ours(sizes, trace, outcore, machine.device is None))
     room = {"device": machine.device or 0, "host": machine.host, "disk": machine.disk}
     return [_fitted(row, room, machine.device is None) for row in rows]
 
 
-class _Share:
+class Share:
     """Makes rows from shares of parameters, gradients and states on each tier."""
 
     def __init__(self, sizes: Sizes, trace: Trace, ranks: int) -> None:
         self._sizes = sizes
         self._beside = beside(trace)
         self._ranks = ranks
+
+    @property
+    def masters(self) -> int:
+        """Bytes that fp32 masters take in outcore, beside the parameters that they share their upper half with."""
+        s = self._sizes
+        return 2 * s.trained if s.parameters == 2 * s.trained else 4 * s.trained if s.parameters else 0
 
     def row(
         self,
@@ -153,16 +162,26 @@ class _Share:
         device: tuple[float, float, float] = (0, 0, 0),
         host: tuple[float, float, float] = (0, 0, 0),
         disk: tuple[float, float, float] = (0, 0, 0),
-        gathers: bool = False,
+        gathers: int = 0,
         swaps: bool = False,
+        half: int | None = None,
     ) -> Row:
+        """A row.
+
+        Args:
+            device: shares of parameters, gradients, and master weights with moments there; so ``host`` and ``disk``.
+            gathers: units that are gathered at one time.
+            half: bytes of master weights, where they are not 4 for each parameter.
+        """
         s = self._sizes
+        whole = 4 * s.trained if s.parameters < 4 * s.trained else 0
+        whole = whole if half is None else half
         tiers: dict[str, dict[str, int]] = {}
         for tier, (p, g, o) in zip(TIERS, (device, host, disk), strict=True):
             tiers[tier] = {
                 "parameters": round(p * (s.parameters + s.frozen)),
                 "gradients": round(g * s.gradients),
-                "master weights": round(o * 4 * s.trained) if s.parameters < 4 * s.trained else 0,
+                "master weights": round(o * whole),
                 "moments": round(o * s.moments),
                 "buffers": s.buffers if tier == "device" else 0,
                 "working set": 0,
@@ -170,7 +189,7 @@ class _Share:
         for kind, nbytes in self._beside.items():
             tiers["device"][kind] = tiers["device"].get(kind, 0) + nbytes
         if gathers:
-            tiers["device"]["working set"] += s.largest
+            tiers["device"]["working set"] += s.largest + (gathers - 1) * s.unit
         if swaps:
             states = 4 * s.largest_parameter * (2 + s.moments // max(1, 4 * s.trained))
             tiers["host"]["working set"] += NVME_PARAMETER_BUFFERS + NVME_STATE_BUFFERS * states

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from outcore.errors import ModelError, UsageError
 from outcore.model.placement import wants_fp32
-from outcore.model.policies import Precision
+from outcore.model.policies import Activations, Precision
 from outcore.model.trees import tensors_of
 from outcore.model.unit import Unit
 from outcore.model.units import Point, discover
-from outcore.optim.optimizer import Optimizer
-from outcore.planning.rehearsal import Trace, rehearse
+from outcore.optim.kernels import Rule
+from outcore.planning.fake_step import Trace, stretched, trace_step
 from outcore.planning.virtual import lay
 
 Loss = Callable[[Any], torch.Tensor]
+
+SLICES = 3
+"""The most slices of a batch that are traced; see `outcore.planning.fake_step.stretched`."""
+
+
+@runtime_checkable
+class Trains(Protocol):
+    """An optimizer, or what is known of one: its rule, and what it trains."""
+
+    @property
+    def rule(self) -> Rule:
+        """How a parameter is updated."""
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """The parameters, in the order of their numbers."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +90,7 @@ class Subject:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Trains,
         batch: Mapping[str, Any],
         loss: Loss | None = None,
         precision: Precision | None = None,
@@ -84,15 +99,16 @@ class Subject:
         self.model = model
         self.rule = optimizer.rule
         self.precision = precision or Precision()
-        self._patterns = patterns
+        self.patterns = None if patterns is None else tuple(patterns)
         self._batch = batch
         self._loss = loss or usual_loss
-        self._traces: dict[tuple[int, bool, bool], Trace] = {}
+        self._traces: dict[tuple[int, Activations], Trace] = {}
         self._layouts: dict[int, tuple[list[Unit], list[Point]]] = {}
         tensors = [t for t in tensors_of(dict(batch)) if t.dim()]
         if not tensors:
             raise UsageError("a batch to plan for needs a tensor: batch={'input_ids': ..., 'labels': ...}")
         self.batch_size = int(tensors[0].shape[0])
+        self.tokens = max(1, max(int(t.numel()) for t in tensors) // max(1, self.batch_size))
         ours = {p: name for name, p in model.named_parameters()}
         self._numbers = {}
         for number, parameter in enumerate(optimizer.parameters()):
@@ -107,7 +123,7 @@ class Subject:
         self.facts = self._count()
 
     def _count(self) -> Facts:
-        plans, _ = discover(self.model, self._patterns)
+        plans, _ = discover(self.model, self.patterns)
         trained = self._numbers
         units = tuple(
             UnitFacts(
@@ -139,29 +155,36 @@ class Subject:
         return found
 
     def _lay(self, model: nn.Module, chunk_bytes: int) -> tuple[list[Unit], list[Point]]:
-        plans, points = discover(model, self._patterns)
+        plans, points = discover(model, self.patterns)
         names = dict(model.named_parameters())
         numbers = {names[name]: number for name, number in self._numbers.items()}
         units = lay(plans, wants_fp32(model), self.precision.dtype, self.rule, numbers, chunk_bytes)
         return units, points
 
-    def trace(self, micro_batch: int, recomputes: bool, on_host: bool) -> Trace:
+    def trace(self, micro_batch: int, activations: Activations) -> Trace:
         """One forward and backward of so many sequences.
 
         Raises:
-            ModelError: the model can't be traced.
+            ModelError: the model can't be traced, or its blocks can't run as they are asked to.
         """
-        key = micro_batch, recomputes, on_host
+        key = micro_batch, activations
         if key not in self._traces:
-            self._traces[key] = rehearse(
-                self.model,
-                lambda model: self._lay(model, 1 << 40),
-                self._sliced(micro_batch),
-                self._loss,
-                self.precision.dtype,
-                recomputes,
-            )
+            self._traces[key] = self._trace(micro_batch, activations)
         return self._traces[key]
+
+    def _trace(self, rows: int, activations: Activations) -> Trace:
+        part = activations.microbatch
+        if part is not None and rows > SLICES * part:  # each more is like the last
+            short, long = (self.trace(n * part, activations) for n in (SLICES - 1, SLICES))
+            return stretched(short, long, rows / part - SLICES)
+        return trace_step(
+            self.model,
+            lambda model: self._lay(model, 1 << 40),
+            self._sliced(rows),
+            self._loss,
+            self.precision.dtype,
+            activations,
+        )
 
     def _sliced(self, size: int) -> dict[str, Any]:
         def part(value: Any) -> Any:

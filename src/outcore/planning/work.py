@@ -6,7 +6,7 @@ counts both products in full, also where a causal mask would save half.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,11 +28,15 @@ class Work:
         flops: of matrix products and attention, by precision.
         nbytes: read and written by all other operators.
         operators: how many ran, views not counted.
+        attention: operations of attention among ``flops``, by precision.
+        operands: bytes of what matrix products and attention read and write.
     """
 
     flops: dict[str, int]
     nbytes: int = 0
     operators: int = 0
+    attention: dict[str, int] = field(default_factory=dict)
+    operands: int = 0
 
     @classmethod
     def none(cls) -> Work:
@@ -41,7 +45,10 @@ class Work:
     def add(self, other: Work) -> None:
         for dtype, count in other.flops.items():
             self.flops[dtype] = self.flops.get(dtype, 0) + count
+        for dtype, count in other.attention.items():
+            self.attention[dtype] = self.attention.get(dtype, 0) + count
         self.nbytes += other.nbytes
+        self.operands += other.operands
         self.operators += other.operators
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -54,10 +61,14 @@ class Work:
             first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
             name = _NAMES.get(first.dtype, "fp32")
             self.flops[name] = self.flops.get(name, 0) + count
-            return
-        for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, torch.Tensor):
-                self.nbytes += leaf.numel() * leaf.element_size()
+            if func._overloadpacket.__name__.removesuffix("_backward") in _ATTENTION:
+                self.attention[name] = self.attention.get(name, 0) + count
+        leaves = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        nbytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+        if count:
+            self.operands += nbytes
+        else:
+            self.nbytes += nbytes
 
 
 _FREE = frozenset(

@@ -10,6 +10,7 @@ from rich.table import Table
 from outcore.memory.ledger import TIERS
 from outcore.memory.sizes import format_size
 from outcore.planning.plan import Plan, parts
+from outcore.planning.settings import said
 from outcore.planning.strategies import KINDS
 from outcore.report.console import show_plan
 
@@ -37,11 +38,10 @@ def _settings(model: str, plan: Plan) -> Iterator[tuple[str, str]]:
     measured = f", measured {plan.machine.date}" if plan.machine.date else ", as described"
     yield "machine", f"{plan.machine.name}{measured}"
     turns = f" x {plan.accumulate}" if plan.accumulate > 1 else ""
-    kept = "kept" if plan.activations.blocks == "keep" else "recomputed"
     yield (
         "settings",
-        f"micro-batches of {plan.micro_batch}{turns}, activations {kept}, {plan.precision.compute}, chunks of "
-        f"{format_size(plan.chunk_bytes)}; the fastest of {plan.tried} simulated",
+        f"micro-batches of {plan.micro_batch}{turns}, activations {said(plan.activations)}, "
+        f"{plan.precision.compute}, chunks of {format_size(plan.chunk_bytes)}; the fastest of {plan.tried} simulated",
     )
     yield (
         "step",

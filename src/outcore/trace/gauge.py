@@ -34,6 +34,9 @@ ACTIVATIONS = "activations"
 class Gauge(Protocol):
     """Told of laps; sets aside what they allocate beside chunks."""
 
+    def expect(self, nbytes: int) -> None:
+        """Laps that nobody measured yet take so much, as far as is known."""
+
     def begin(self, key: Hashable, size: int) -> None:
         """A lap starts on inputs of ``size`` elements in all."""
 
@@ -104,11 +107,15 @@ class MeteredGauge:
         self._key: Hashable = None
         self._reserved = 0
         self._largest = 0
+        self._expected = 0
 
     @property
     def largest(self) -> int:
         """The highest peak of any kind of lap measured so far, in bytes."""
         return max((known.peak for known in self._known.values()), default=0)
+
+    def expect(self, nbytes: int) -> None:
+        self._expected = nbytes
 
     def begin(self, key: Hashable, size: int) -> None:
         self.end()
@@ -121,7 +128,8 @@ class MeteredGauge:
             self._reserve(*known.around(0))
             return
         self._profile, self._position, self._refused = Profile(size), 0, False
-        self._reserve(0, 0 if known is None else known.peak)
+        expected = max(0, min(self._expected, self._budget - self._owner.pinned))
+        self._reserve(expected, max(expected, 0 if known is None else known.peak))
         self._largest = 0
         modes = _get_current_dispatch_mode_stack()
         if modes and not isinstance(modes[-1], Meter):

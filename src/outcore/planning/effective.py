@@ -1,0 +1,124 @@
+"""What a run is set to: by a plan, by its caller, or by default; never by two that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from outcore.errors import UsageError
+from outcore.memory.budget import Budget
+from outcore.memory.host import PAGE
+from outcore.memory.sizes import format_size, parse_size
+from outcore.model.policies import Activations, Precision
+from outcore.optim.optimizer import Optimizer
+
+if TYPE_CHECKING:
+    from outcore.planning.plan import Plan
+
+CHUNK = "8MiB"
+"""The size of chunks where nobody says another."""
+
+
+@dataclass(frozen=True)
+class Effective:
+    """Settings of `outcore.offload`, each decided."""
+
+    budget: Budget
+    precision: Precision
+    activations: Activations
+    units: Sequence[str] | None
+    chunk_bytes: int
+    prefetch: bool
+
+
+def effective(
+    plan: Plan | None,
+    *,
+    budget: Budget | None,
+    precision: Precision | None,
+    activations: Activations | None,
+    units: Sequence[str] | None,
+    chunk_size: str | int | None,
+    prefetch: bool,
+) -> Effective:
+    """The settings of a run. With a plan, what is named beside it must be what the plan says.
+
+    Raises:
+        UsageError: something contradicts the plan, or can't mean anything.
+    """
+    chunk_bytes = parse_size(CHUNK if chunk_size is None else chunk_size)
+    if chunk_bytes < PAGE:
+        raise UsageError(f"chunk_size={chunk_size!r} is less than a page: give at least {PAGE} bytes")
+    asked = Effective(
+        budget or Budget(),
+        precision or Precision(),
+        activations or Activations(),
+        units,
+        chunk_bytes,
+        prefetch,
+    )
+    if plan is None:
+        return asked
+    named = {
+        "precision": None if precision in (None, plan.precision) else plan.precision,
+        "activations": None if activations in (None, plan.activations) else plan.activations,
+        "units": None if units is None or tuple(units) == plan.units else plan.units,
+        "chunk_size": None if chunk_size is None or chunk_bytes == plan.chunk_bytes else plan.chunk_bytes,
+        "prefetch": None if prefetch else True,
+    }
+    for name, planned in named.items():
+        if planned is not None:
+            raise UsageError(
+                f"{name}={planned!r} is what the plan was made with: leave {name} out, or plan again with another"
+            )
+    return Effective(
+        _budget(plan, asked.budget), plan.precision, plan.activations, plan.units, plan.chunk_bytes, True
+    )
+
+
+def _budget(plan: Plan, asked: Budget) -> Budget:
+    """The plan's budget; where it has no directory for the disk, with the one that is named."""
+    for tier in ("device", "host"):
+        size, planned = getattr(asked, tier), getattr(plan.limits, tier)
+        if size is not None and parse_size(size) != planned:
+            there = "none" if planned is None else format_size(planned)
+            raise UsageError(
+                f"the plan's {tier} budget is {there}, and {size!r} contradicts it: leave it out, or plan again with it"
+            )
+    if not asked.disks():
+        if not plan.budget.disks() and plan.outcome.peak.get("disk", 0):
+            raise UsageError(
+                f"the plan holds {format_size(plan.outcome.peak['disk'])} on a disk, and no directory is named: give "
+                "offload(..., plan=plan, budget=Budget(disk=DIR))"
+            )
+        return plan.budget
+    if plan.budget.disks():
+        if plan.budget.disks() != asked.disks():
+            raise UsageError("the plan names other directories for the disk: leave disk out of the budget")
+        return plan.budget
+    return replace(plan.budget, disk=asked.disk)
+
+
+def check_fit(plan: Plan | None, model: nn.Module, optimizer: Optimizer | None, on_host: bool) -> None:
+    """Check that a plan is of this model, its optimizer, and a machine of this kind.
+
+    Raises:
+        UsageError: it is of another.
+    """
+    if plan is None:
+        return
+    count = sum(p.numel() for p in model.parameters())
+    trained = 0 if optimizer is None else sum(p.numel() for p in optimizer.parameters() if p.requires_grad)
+    if (count, trained) != (plan.facts.parameters, plan.facts.trained):
+        raise UsageError(
+            f"the plan is of a model with {plan.facts.parameters:,} parameters, {plan.facts.trained:,} of them "
+            f"trained, and this one has {count:,} and {trained:,}: plan for this model"
+        )
+    if (plan.limits.device is None) != on_host:
+        kind = "on the CPU" if plan.limits.device is None else "on an accelerator"
+        raise UsageError(
+            f"the plan computes {kind}, and this run doesn't: choose the device, or plan for this machine"
+        )

@@ -1,0 +1,185 @@
+"""The simulated step: updates under the next forward, who shares cores with whom, and slices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import outcore
+from exact.families import FAMILIES
+from outcore.chunks.chunk import Residence
+from outcore.planning.cache import Cache
+from outcore.planning.flow import Piece
+from outcore.planning.minimum import needs
+from outcore.planning.outcome import Limits, Outcome
+from outcore.planning.planner import Planner
+from outcore.planning.route import Route
+from outcore.planning.settings import Settings
+from outcore.planning.subject import Subject
+from outcore.planning.updates import Job, Updater
+from planning.accuracy import CPU, EMU, Case, measure, off, predict
+
+LLAMA = FAMILIES[1]
+ROOMY = Limits(None, 1 << 30, 1 << 30)
+
+
+def simulated(machine: Any, limits: Limits, **settings: Any) -> Outcome:
+    model = LLAMA.build().train()
+    subject = Subject(model, outcore.AdamW(model.parameters()), LLAMA.batch(0))
+    asked = {"micro_batch": 2, "accumulate": 1, "activations": outcore.Activations(), "chunk_bytes": 1 << 17}
+    return Planner(subject, machine, limits).simulate(Settings(**{**asked, **settings}))
+
+
+def test_updates_hide_behind_an_accelerator() -> None:
+    limits = replace(ROOMY, device=1 << 30)
+    plain = simulated(EMU, limits)
+    slow = replace(EMU, update=EMU.update * plain.update / plain.compute * 4)
+    found = simulated(slow, limits)
+    assert found.update == pytest.approx(found.compute / 4, rel=0.01)
+    added = found.update - plain.update
+    assert (
+        0 < found.seconds - plain.seconds < 0.7 * added
+    )  # that of the unit that is used first is waited for
+
+
+@pytest.mark.parametrize(("both", "least", "most"), [(1.0, 0.99, 1.01), (2.0, 0.0, 0.5)])
+def test_on_a_cpu_updates_take_what_computing_loses(both: float, least: float, most: float) -> None:
+    """All of it, or nothing but what is done before the first unit is used."""
+    plain = simulated(CPU, ROOMY)
+    machine = replace(CPU, both=both, update=CPU.update * plain.update / plain.compute * 4)
+    found = simulated(machine, ROOMY)
+    assert found.update == pytest.approx(found.compute / 4, rel=0.01)
+    assert least * found.update <= found.seconds - found.compute <= most * found.update
+
+
+def test_a_busy_disk_slows_computing_where_it_shares_its_cores() -> None:
+    tight = Limits(None, 3 << 20, 1 << 30)
+    free = simulated(CPU, tight)
+    taxed = simulated(replace(CPU, taxed=0.5), tight)
+    for link, nbytes in free.moved.items():
+        assert taxed.moved[link] == pytest.approx(nbytes, rel=0.1)
+    assert free.seconds < taxed.seconds < 2.2 * free.seconds
+
+
+def test_without_room_beside_a_forward_updates_are_done_in_the_step() -> None:
+    """Where activations leave less than two updates, as `Engine.apply` has it; with more, some hide under a forward."""
+    model = LLAMA.build().train()
+    batch = {name: torch.cat([value] * 16) for name, value in LLAMA.batch(0).items()}
+    subject = Subject(model, outcore.AdamW(model.parameters()), batch)
+    settings = Settings(32, 1, outcore.Activations(), 1 << 16)
+    units, points = subject.layout(settings.chunk_bytes)
+    growth = subject.trace(32, settings.activations).growth
+    update = needs(units, points, False).update
+    machine = replace(CPU, both=2.0)
+    for share, hides in ((19, False), (40, True)):
+        limits = Limits(None, growth + share * update // 10, 1 << 30)
+        simulation = Planner(subject, machine, limits).simulation(settings)
+        assert simulation.updates_at_once is not hides
+
+
+def updater(budget: int, pieces: list[Piece], ticks: list[list[Piece]]) -> tuple[Cache, Updater, Route]:
+    route = Route([[(("update", k), tuple(needs)) for k, needs in enumerate(ticks)]], len(pieces))
+    cache = Cache(budget, 1 << 20, 100.0, 100.0, route)
+    cache.beside = Updater(cache, 2.0)
+    return cache, cache.beside, route
+
+
+def emptied(cache: Cache) -> None:
+    """Nothing idle stays."""
+    cache.holding = False
+    cache.trim()
+    cache.holding = True
+
+
+def test_the_thread_takes_room_only_from_what_is_needed_later() -> None:
+    gradient, state, soon = (Piece(100, key) for key in range(3))
+    cache, thread, _ = updater(250, [gradient, state, soon], [[soon], [gradient, state]])
+    for piece in (state, gradient, soon):
+        cache.bring((piece,), fresh=True)
+        cache.release((piece,))
+    assert state.residence is not Residence.DIRTY  # it had to leave for the others
+    cache.wait_until(10.0)
+    thread.begin([Job(gradient, (state,), 1, 5.0)])
+    cache.advance(-1)
+    cache.wait_until(20.0)
+    assert soon.on_host  # needed sooner than the update: it stays, and the update waits
+    assert not thread.busy
+
+
+def test_an_update_done_ahead_is_not_foreseen_any_more() -> None:
+    gradient, state, other = (Piece(100, key) for key in range(3))
+    cache, thread, route = updater(400, [gradient, state, other], [[other], [gradient, state]])
+    for piece in (gradient, state):
+        cache.bring((piece,), fresh=True)
+        cache.release((piece,))
+    cache.advance(0)
+    assert route.next_use(state, 0) == 1
+    job = Job(gradient, (state,), 1, 5.0)
+    thread.begin([job])
+    assert thread.busy
+    cache.work(6.0, shared=True)
+    assert not thread.busy
+    assert thread.seconds == 5.0
+    assert gradient.residence is Residence.EMPTY
+    assert route.next_use(state, 0) == 3  # in the next step
+    thread.settle([job])
+    assert cache.now == 6.0
+
+
+def test_the_training_thread_does_what_the_other_has_not_begun_and_waits_for_the_rest() -> None:
+    pieces = [Piece(10, key) for key in range(4)]
+    cache, thread, _ = updater(1000, pieces, [pieces[:2], pieces[2:]])
+    cache.bring(pieces, fresh=True)
+    cache.release(pieces)
+    jobs = [Job(pieces[0], (pieces[1],), 0, 4.0), Job(pieces[2], (pieces[3],), 1, 4.0)]
+    thread.begin(jobs)
+    thread.settle(jobs)  # the thread has begun the first; two updates share the cores
+    assert cache.now == pytest.approx(8.0)
+    assert thread.seconds == 8.0
+
+
+def test_no_more_than_a_quarter_is_read_ahead_but_for_the_next_two_ticks() -> None:
+    pieces = [Piece(100, key) for key in range(6)]
+    cache, _, _ = updater(800, pieces, [[piece] for piece in pieces])
+    for piece in pieces:
+        cache.bring((piece,), fresh=True)
+        cache.release((piece,))
+    emptied(cache)
+    cache.advance(0)
+    assert [p.on_host for p in pieces] == [False, True, True, False, False, False]
+    cache.wait_until(100.0)
+    small = [Piece(100, key) for key in range(6)]
+    cache, _, _ = updater(800, small, [[small[0]], [small[1], small[2]], [small[3]], [small[4]], [small[5]]])
+    for piece in small:
+        cache.bring((piece,), fresh=True)
+        cache.release((piece,))
+    emptied(cache)
+    cache.advance(0)
+    assert [p.on_host for p in small] == [False, True, True, True, False, False]
+
+
+@pytest.mark.parametrize("roomy", [False, True], ids=["tight", "roomy"])
+def test_slices_hold_what_is_planned(roomy: bool, tmp_path: Path) -> None:
+    rows = {name: torch.cat([value] * 4) for name, value in LLAMA.batch(0).items()}
+    run = Case(LLAMA.build, rows, roomy=roomy, microbatch=2)
+    limits = run.limits(run.subject())
+    planned, found = predict(run, limits, CPU), measure(run, limits, tmp_path)
+    assert abs(off(planned.peak["host"], found.peak["host"])) < 0.05
+    assert abs(off(planned.settled["host"], found.settled["host"])) < 0.05
+
+
+@pytest.mark.emulated
+def test_slices_hold_what_is_planned_on_a_device(tmp_path: Path, emu: ModuleType) -> None:
+    emu.configure(h2d_gbps=EMU.link_in / 1e9, d2h_gbps=EMU.link_out / 1e9)
+    rows = {name: torch.cat([value] * 4) for name, value in LLAMA.batch(0).items()}
+    run = Case(LLAMA.build, rows, device="emu", microbatch=2)
+    limits = run.limits(run.subject())
+    planned, found = predict(run, limits, EMU), measure(run, limits, tmp_path)
+    assert abs(off(planned.peak["device"], found.peak["device"])) < 0.05
+    assert abs(off(planned.peak["host"], found.peak["host"])) < 0.05
+    assert abs(off(planned.moved["device out"], found.moved["device out"])) < 0.05
