@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outcore.errors import ModelError
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import outcore
     from outcore.cli.settings import Settings
     from outcore.integrations.transformers import Built
+    from outcore.trace.profile import Profile
 
 
 def rehearsed(
@@ -22,12 +23,12 @@ def rehearsed(
     activations: outcore.Activations,
     device: torch.device,
     plan: outcore.Plan | None,
-) -> int:
+) -> Profile | None:
     """Trace one step without values, and hold what it needs against the budgets.
 
     Returns:
-        The bytes that its activations will take, for the first lap, which nobody measured yet; 0 for a model that
-        can't be traced, which has to show it in its first step.
+        What its activations will take, for the first lap, which nobody measured yet; ``None`` for a model that can't be
+        traced, which has to show it in its first step.
 
     Raises:
         BudgetError: a budget is too small; says what would do.
@@ -41,7 +42,7 @@ def rehearsed(
 
     on_host = device.type == "cpu"
     ids = torch.empty((settings.batch_size, settings.seq_len), dtype=torch.long, device="meta")
-    chosen = {} if plan is None else {"chunk_size": plan.settings.chunk_bytes}
+    chosen: dict[str, Any] = {} if plan is None else {"chunk_size": plan.chunk_bytes}
     try:
         rehearsal = rehearse(
             built.model,
@@ -49,12 +50,12 @@ def rehearsed(
             {"input_ids": ids, "labels": ids},
             on_host=on_host,
             precision=outcore.Precision(settings.precision),  # type: ignore[arg-type]
-            activations=activations if plan is None else plan.settings.activations,
+            activations=activations if plan is None else plan.activations,
             accumulate=settings.accumulate,
             **chosen,
         )
     except ModelError:
-        return 0
+        return None
     limits = budget.limits(None if on_host else free_bytes(device))
     rehearsal.check(Limits(limits.device, limits.host, sum(disk.nbytes for disk in limits.disk)))
     return rehearsal.activations

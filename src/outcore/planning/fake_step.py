@@ -36,8 +36,9 @@ from outcore.model.trees import tensors_of
 from outcore.model.unit import Unit
 from outcore.model.units import Point
 from outcore.optim.updates import NoUpdates
-from outcore.planning.recorder import Recorder, Span
+from outcore.planning.recorder import WITHIN, Recorder, Span
 from outcore.planning.work import Work
+from outcore.trace.profile import Profile
 
 
 @dataclass
@@ -59,6 +60,16 @@ class Trace:
     @property
     def peak(self) -> int:
         return max(span.peak for span in self.spans)
+
+    def profile(self) -> Profile:
+        """The windows as the gauge of a run measures them."""
+        profile = Profile(self.tokens)
+        for span in self.spans[1:]:
+            if span.event[0] not in WITHIN:
+                profile.open(span.event)
+            profile.note(span.peak)
+        profile.peaks[0] = max(profile.peaks[0], self.spans[0].peak)
+        return profile
 
     @property
     def work(self) -> Work:

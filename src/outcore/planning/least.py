@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from outcore.chunks.chunk import Chunk
 from outcore.chunks.store import RunStore
+from outcore.memory.host import PAGE
 from outcore.model.unit import Unit
 from outcore.model.units import Point
 from outcore.planning.fake_step import Trace
@@ -51,6 +52,7 @@ def least(
     """
     found = needs(units, points, sliced=bool(trace.wide))
     gradient = [_gradient(unit, on_host, accumulate > 1, unit.index in trace.wide) for unit in units]
+    occupied += PAGE  # scalars that autograd makes by itself, which a trace doesn't see
     computing, reserved, opened = 0, 0, dict[int, int]()
     for span in trace.spans:
         phase, index = span.event

@@ -20,6 +20,7 @@ from outcore.planning.least import Least, least
 from outcore.planning.minimum import check, needs
 from outcore.planning.outcome import Limits
 from outcore.planning.subject import Loss, Subject, Trains
+from outcore.trace.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ class Rehearsal:
         least: the smallest budgets with which it works, in bytes: of the device (``None`` where the host computes), of
             the host, and of the disk beside that host budget.
         states: bytes of all parameters, states and gradients.
-        activations: the most bytes of activations and temporaries at one moment, where the model computes.
+        activations: bytes of activations and temporaries where the model computes, window by window.
         whole: the most bytes on host and disk together.
     """
 
     least: Limits
     states: int
-    activations: int
+    activations: Profile
     whole: int
     _subject: Subject
     _asked: _Asked
@@ -61,8 +62,8 @@ class Rehearsal:
         Raises:
             BudgetError: the tier that is short, the bytes it needs, and as ``remedy`` the smallest budgets that would
                 do and the nearest change (recompute, smaller slices, a smaller batch, more disk). It is never raised
-                for a run that would have worked; a budget within 10 % of the least may still be refused by the first
-                step, which measures.
+                for a run that would have worked. A run whose gauge knows ``activations`` works with the least, as
+                ``outcore train`` does; one that has to measure its first step may be refused by it within 10 %.
         """
         units, points = self._subject.layout(self._asked.chunk_bytes)
         check(needs(units, points, self._asked.sliced), limits.host, limits.disk, limits.device)
@@ -189,7 +190,7 @@ def rehearse(
     return Rehearsal(
         low.limits,
         needs(laid, points, asked.sliced).total,
-        subject.trace(subject.batch_size, asked.activations).peak,
+        subject.trace(subject.batch_size, asked.activations).profile(),
         low.whole,
         subject,
         asked,

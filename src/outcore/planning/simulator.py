@@ -39,7 +39,6 @@ from outcore.planning.recorder import WITHIN
 from outcore.planning.route import Route
 from outcore.planning.updates import Job, Updater
 from outcore.planning.work import Work
-from outcore.trace.profile import Profile
 
 STEPS = 3
 """Steps that are simulated: by the third, where things lie has settled."""
@@ -76,7 +75,7 @@ class Simulation:
         self._accumulate = accumulate
         pieces = Pieces()
         self._stores = [[pieces.of(s, unit.index in trace.wide) for s in unit.stores] for unit in units]
-        self._profile = _profile(trace)
+        self._profile = trace.profile()
         on_host = limits.device is None
         self._roomy = 2 * found.total <= limits.host and on_host
         self._seconds = [seconds_of(span.work, machine) for span in trace.spans]
@@ -348,17 +347,6 @@ class Simulation:
     def _spend(self, seconds: float) -> None:
         self._compute += seconds
         self._cache.work(seconds, shared=True)
-
-
-def _profile(trace: Trace) -> Profile:
-    """The windows of a lap, as `outcore.trace.gauge` notes them."""
-    profile = Profile(trace.tokens)
-    for span in trace.spans[1:]:
-        if span.event[0] not in WITHIN:
-            profile.open(span.event)
-        profile.note(span.peak)
-    profile.peaks[0] = max(profile.peaks[0], trace.spans[0].peak)
-    return profile
 
 
 def seconds_of(work: Work, machine: Machine) -> float:

@@ -3,7 +3,9 @@
 [Note: Reserve]
 The peak of each kind of lap is measured the first time it runs (and again when its inputs grow). While it
 is measured, no chunk stays on the host longer than it is used (unless all of them take less than half the
-budget), and each allocation at once pushes out what it must. Later laps of that kind set aside, window by window
+budget), and each allocation at once pushes out what it must: then its bytes are there already, and near the smallest
+budget they come on top. Where a step was traced without values before, what a window will take is set aside when it
+opens, and nothing comes on top. Later laps of that kind set aside, window by window
 (see `outcore.trace.profile`), what was measured, and keep what is read ahead out of the next windows too.
 
 [Note: Whose turn it is]
@@ -34,8 +36,8 @@ ACTIVATIONS = "activations"
 class Gauge(Protocol):
     """Told of laps; sets aside what they allocate beside chunks."""
 
-    def expect(self, nbytes: int) -> None:
-        """Laps that nobody measured yet take so much, as far as is known."""
+    def expect(self, profile: Profile) -> None:
+        """A lap that nobody measured yet will take so much, as far as is known (by a step traced without values)."""
 
     def begin(self, key: Hashable, size: int) -> None:
         """A lap starts on inputs of ``size`` elements in all."""
@@ -107,15 +109,16 @@ class MeteredGauge:
         self._key: Hashable = None
         self._reserved = 0
         self._largest = 0
-        self._expected = 0
+        self._expected: Profile | None = None
+        self._foreseen = 0
 
     @property
     def largest(self) -> int:
         """The highest peak of any kind of lap measured so far, in bytes."""
         return max((known.peak for known in self._known.values()), default=0)
 
-    def expect(self, nbytes: int) -> None:
-        self._expected = nbytes
+    def expect(self, profile: Profile) -> None:
+        self._expected = profile
 
     def begin(self, key: Hashable, size: int) -> None:
         self.end()
@@ -128,8 +131,8 @@ class MeteredGauge:
             self._reserve(*known.around(0))
             return
         self._profile, self._position, self._refused = Profile(size), 0, False
-        expected = max(0, min(self._expected, self._budget - self._owner.pinned))
-        self._reserve(expected, max(expected, 0 if known is None else known.peak))
+        self._foreseen = 0
+        self._reserve(0, 0 if known is None else known.peak)
         self._largest = 0
         modes = _get_current_dispatch_mode_stack()
         if modes and not isinstance(modes[-1], Meter):
@@ -146,14 +149,25 @@ class MeteredGauge:
         if self._meter is not None:
             profile.note(self._meter.take_window())
             profile.open(key)
+            self._foresee(key)
         elif len(profile.keys) > 1:
             found = profile.find(key, self._position + 1)
             if found is not None:  # a use that was not there when it was measured needs what the last one did
                 self._position = found
                 self._reserve(*profile.around(found))
 
+    def _foresee(self, key: Hashable) -> None:
+        """In a measured lap: set aside now what the window is expected to take, not when it takes it."""
+        expected = self._expected
+        found = None if expected is None else expected.find(key, self._foreseen + 1)
+        if expected is not None and found is not None:
+            self._foreseen = found
+            wanted = min(expected.peaks[found], self._budget - self._owner.pinned)
+            if wanted > self._reserved:
+                self._reserve(wanted, wanted)
+
     def _grown(self, live: int) -> None:
-        """A new peak: make room for it and for one more allocation of its kind."""
+        """A new peak: make room for it and, where nothing is foreseen, for one more allocation of its kind."""
         self._ledger.touch_peak(self._tier, max(0, live - self._reserved), ACTIVATIONS)
         self._largest = max(self._largest, live - self._reserved)
         if live > self._reserved:
@@ -167,7 +181,8 @@ class MeteredGauge:
                     "use a smaller batch or recomputation",
                 )
             room = self._budget - self._owner.pinned
-            self._reserve(min(live + self._largest // 2, room), min(live + self._largest, room))
+            more = self._largest if self._expected is None else 0
+            self._reserve(min(live + more // 2, room), min(live + more, room))
 
     def _reserve(self, nbytes: int, ahead: int) -> None:
         before, self._reserved = self._reserved, nbytes
