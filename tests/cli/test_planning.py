@@ -38,6 +38,15 @@ def test_json() -> None:
     assert {row["strategy"] for row in found["memory_table"]} >= {"ZeRO-3", "outcore"}
 
 
+def test_slices_can_be_asked_for() -> None:
+    done = outcore("plan", *TINY, "--machine", "rtx4090", "--batch-size", 4, "--microbatch", 1, "--json")
+    settings = json.loads(done.stdout)["settings"]
+    assert (settings["activations"], settings["microbatch"]) == ("recompute", 1)
+    done = outcore("plan", *TINY, "--machine", "rtx4090", "--microbatch", 1, "--activations", "keep")
+    assert done.exit_code == 2
+    assert "microbatch works on recomputed blocks" in done.output + done.stderr
+
+
 def test_what_does_not_fit_has_its_own_exit_code() -> None:
     arguments = ("plan", *TINY, "--machine", "rtx4090", "--host-memory", "100KiB", "--disk", 0)
     done = outcore(*arguments)

@@ -114,6 +114,14 @@ def test_slices_need_less_and_are_named() -> None:
     sliced.check(limits)
 
 
+def test_a_loss_in_slices_needs_less() -> None:
+    rows = 32 * 24
+    whole = rehearsed(activations=outcore.Activations("recompute"))
+    sliced = rehearsed(activations=outcore.Activations("recompute", loss_slice=rows // 8))
+    assert sliced.activations < whole.activations
+    assert sliced.least.host < whole.least.host
+
+
 def test_many_slices_are_foreseen_from_a_few() -> None:
     """A trace of eight slices is put together from shorter ones; the peak is that of all eight, traced."""
     from outcore.planning import subject

@@ -54,6 +54,13 @@ def plan(
     activations: Annotated[
         str | None, typer.Option(help="recompute or keep. By default what is faster.")
     ] = None,
+    microbatch: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Sequences of a slice of recomputed blocks and of the loss. By default what is fastest.",
+        ),
+    ] = None,
     chunk_size: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="The most that moves as one piece. By default what is faster."),
@@ -77,6 +84,9 @@ def plan(
         options.at_least(1, nodes=nodes, gpus_per_node=gpus_per_node)
         if micro_batch is not None:
             options.at_least(1, micro_batch=micro_batch)
+        if microbatch is not None:
+            options.at_least(1, microbatch=microbatch)
+            activations = activations or "recompute"
         many = nodes * gpus_per_node > 1
         if in_network_reduction and not many:
             raise UsageError(
@@ -110,6 +120,7 @@ def plan(
                 optimizer=optimizer,
                 precision=precision,
                 activations=activations,
+                microbatch=microbatch,
                 chunk_size=chunk_size,
                 ranks=ranks,
                 as_json=as_json,
@@ -134,6 +145,7 @@ def _run(
     optimizer: str,
     precision: str,
     activations: str | None,
+    microbatch: int | None,
     chunk_size: str | None,
     ranks: int,
     as_json: bool,
@@ -145,7 +157,7 @@ def _run(
 
     found = recipe(optimizer)
     wanted = outcore.Precision(precision)  # type: ignore[arg-type]
-    kept = None if activations is None else outcore.Activations(activations)  # type: ignore[arg-type]
+    kept = None if activations is None else outcore.Activations(activations, microbatch)  # type: ignore[arg-type]
     built, batch = _shaped(name, batch_size, seq_len)
     made = outcore.plan(
         built.model,

@@ -6,7 +6,7 @@ For whoever knows the batch before the first step, and would rather be refused n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,8 +50,8 @@ class Rehearsal:
     states: int
     activations: Profile
     whole: int
-    _subject: Subject
-    _asked: _Asked
+    _subject: Subject = field(repr=False)
+    _asked: _Asked = field(repr=False)
 
     def check(self, limits: Limits) -> None:
         """Refuse budgets that are too small, before anything has any memory.
