@@ -114,6 +114,7 @@ class Cache:
         self._leaving = 0
         self._count = 0
         self._resident: dict[Piece, None] = {}  # in order: a set would be in that of addresses
+        self._warm: dict[Piece, None] = {}
         self._heap: list[tuple[int, bool, int, int, Piece]] = []
         self._needed: frozenset[Piece] = frozenset()
 
@@ -265,7 +266,11 @@ class Cache:
         for piece in pieces:
             piece.pins += 1
         for piece in pieces:
-            if piece.residence is Residence.EMPTY or (fresh and piece.residence is Residence.DISK):
+            if piece in self._warm:
+                del self._warm[piece]
+                piece.residence = Residence.DIRTY
+                self._resident[piece] = None
+            elif piece.residence is Residence.EMPTY or (fresh and piece.residence is Residence.DISK):
                 self._make_room(piece.nbytes)
                 piece.residence = Residence.DIRTY
                 self._resident[piece] = None
@@ -300,7 +305,9 @@ class Cache:
             self.wait("disk write")
         if piece.on_host:
             self._resident.pop(piece, None)
-            self.used -= piece.nbytes
+            self._warm[piece] = None  # see [Note: Warm pages] in outcore.chunks.holdings
+            if not self.holding:
+                self._cool()
         piece.residence = Residence.EMPTY
         if piece.stored:
             piece.stored = False
@@ -309,6 +316,8 @@ class Cache:
 
     def trim(self) -> None:
         """Evict all that is not in use, and wait for it."""
+        while self._cool():
+            pass
         for piece in list(self._resident):
             if piece.pins == 0:
                 self._evict(piece, self.now)
@@ -327,12 +336,23 @@ class Cache:
 
     def _try_room(self, nbytes: int, beyond: int, ceiling: int) -> bool:
         while self.used + nbytes > ceiling:
+            if self._cool():
+                continue
             if self._leaving >= self.used + nbytes - ceiling:
                 return False
             victim = self._victim(beyond)
             if victim is None:
                 return False
             self._evict(victim, self.now)
+        return True
+
+    def _cool(self) -> bool:
+        """Give back the pages that hold nothing for the longest."""
+        piece = next(iter(self._warm), None)
+        if piece is None:
+            return False
+        del self._warm[piece]
+        self.used -= piece.nbytes
         return True
 
     def _victim(self, beyond: int) -> Piece | None:
