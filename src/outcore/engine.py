@@ -93,6 +93,7 @@ class Engine:
         stores = [store for unit in self.units for store in unit.stores]
         self.gradients = Gradients(stores, self.pool, workers())
         self._largest_update = found.update
+        self._spare = max(0, limits.host - (found.working if limits.disk else found.total))
         self.pipeline = (
             None
             if self.rule is None
@@ -166,7 +167,7 @@ class Engine:
         """Write the first values, unit by unit; afterwards the model itself holds its buffers alone."""
         resident = 0
         for unit, plan in zip(self.units, self.plans, strict=True):
-            weights_of.fill(unit, plan, source, self.pool, self.rule)
+            weights_of.fill(unit, plan, source, self.pool, self.rule, self._spare)
             for binding in unit.bindings:
                 binding.resting = resting(binding.slot.shape, binding.store.run.dtype, self.stage.device)
                 self._resting[binding.resting.untyped_storage().data_ptr()] = binding.name
