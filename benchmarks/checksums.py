@@ -1,9 +1,10 @@
 """What checksums of the disk tier cost of a step that waits for the disk.
 
-    python benchmarks/checksums.py [--width 2048] [--blocks 24] [--host-memory 400MiB] [--steps 9] [--folder DIR] [--json F]
+    python benchmarks/checksums.py [--width 2048] [--blocks 24] [--host-memory 400MiB] [--steps 9] [--json FILE]
 
 Two runs of the same model on the same disk, one with checksums and one without, take a step each in turns. The share
-is of the medians. `waited` says how much of a step the disk was waited for: where that is little, the share says little.
+is of the medians. `waited` says how much of a step the disk was waited for: where that is little, the share says
+little.
 """
 
 from __future__ import annotations
