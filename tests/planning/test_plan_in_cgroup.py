@@ -44,7 +44,7 @@ def run(width, blocks, budget, chunk, steps):
         optimizer.zero_grad()
     outcore.release(model)
 
-group, disk, share = sys.argv[1], sys.argv[2], float(sys.argv[3])
+group, disk = sys.argv[1:]
 run(64, 2, outcore.Budget(host="64MiB"), "64KiB", 2)   # what is loaded and compiled once is not planned for
 budget = outcore.Budget(host="112MiB", disk=disk + ":1GiB")
 with torch.device("meta"):
@@ -53,7 +53,7 @@ planned = outcore.plan(model, batch={"x": torch.ones(8, 768)}, machine=CPU, budg
                        activations=outcore.Activations("keep"), chunk_size="1MiB").outcome.peak["host"]
 assert planned > 24 << 20, planned
 # What the process has so far is charged to where it came from.
-open(group + "/memory.limit_in_bytes", "w").write(str(int(share * planned)))
+open(group + "/memory.limit_in_bytes", "w").write(str(planned * 11 // 10))
 open(group + "/cgroup.procs", "w").write(str(os.getpid()))
 run(768, 12, budget, "1MiB", 3)
 print(open(group + "/memory.max_usage_in_bytes").read().strip(), planned)
@@ -74,21 +74,15 @@ def group() -> Iterator[Path]:
         place.rmdir()
 
 
-@pytest.mark.parametrize("share", [1.1, 0.9], ids=["a tenth more", "a tenth less"])
-def test_a_run_under_a_limit(share: float, group: Path, tmp_path: Path) -> None:
-    """It survives; with less than its budget it is refused before it begins."""
+def test_a_run_under_a_limit_survives(group: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(group), str(tmp_path), str(share)],
+        [sys.executable, "-c", SCRIPT, str(group), str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     )
-    if share > 1:
-        assert done.returncode == 0, done.stderr[-2000:]
-        used, planned = map(int, done.stdout.split())
-        assert planned / 2 < used <= planned * share  # the group it was charged to is this one
-    else:
-        assert done.returncode == 1, done.returncode
-        assert "control group allow" in done.stderr
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+    used, planned = map(int, done.stdout.split())
+    assert planned / 2 < used <= planned * 1.1  # it was charged to this group
