@@ -83,9 +83,10 @@ class Engine:
         self._activations = activations
         self.units = self._build_units(site, chunk_bytes)
         found = needs(self.units, self.points, activations.microbatch is not None)
-        check(found, limits.host, sum(disk.nbytes for disk in limits.disk), limits.device)
+        disk_bytes = sum(disk.nbytes for disk in limits.disk)
+        check(found, limits.host, disk_bytes, limits.device)
         if limits.disk:
-            self.ledger.budget["disk"] = sum(disk.nbytes for disk in limits.disk)
+            self.ledger.budget["disk"] = disk_bytes
         self.disk = DiskTier.open(limits.disk, ledger=self.ledger) if limits.disk else None
         schedule = Schedule()
         self.pool = Pool(self.ledger, self.disk, limits.host, schedule, Belady(schedule), prefetch)
@@ -93,7 +94,7 @@ class Engine:
         stores = [store for unit in self.units for store in unit.stores]
         self.gradients = Gradients(stores, self.pool, workers())
         self._largest_update = found.update
-        self._spare = max(0, limits.host - (found.working if limits.disk else found.total))
+        self._spare = min(limits.host - found.working, limits.host + disk_bytes - found.total)
         self.pipeline = (
             None
             if self.rule is None
