@@ -80,9 +80,10 @@ class Engine:
         self.activations = settings.activations
         self.units = self._build_units(site, settings.chunk_bytes)
         found = needs(self.units, self.points, self.activations.microbatch is not None)
-        check(found, limits.host, sum(disk.nbytes for disk in limits.disk), limits.device)
+        disk_bytes = sum(disk.nbytes for disk in limits.disk)
+        check(found, limits.host, disk_bytes, limits.device)
         if limits.disk:
-            self.ledger.budget["disk"] = sum(disk.nbytes for disk in limits.disk)
+            self.ledger.budget["disk"] = disk_bytes
         self.disk = DiskTier.open(limits.disk, ledger=self.ledger) if limits.disk else None
         schedule = Schedule()
         self.pool = Pool(self.ledger, self.disk, limits.host, schedule, Belady(schedule), prefetch)
@@ -90,6 +91,7 @@ class Engine:
         stores = [store for unit in self.units for store in unit.stores]
         self.gradients = Gradients(stores, self.pool, workers())
         self._largest_update = found.update
+        self._spare = min(limits.host - found.working, limits.host + disk_bytes - found.total)
         self.pipeline = (
             None
             if self.rule is None
@@ -164,7 +166,7 @@ class Engine:
         """Write the first values, unit by unit; afterwards the model itself holds its buffers alone."""
         resident = 0
         for unit, plan in zip(self.units, self.plans, strict=True):
-            weights_of.fill(unit, plan, source, self.pool, self.rule)
+            weights_of.fill(unit, plan, source, self.pool, self.rule, self._spare)
             for binding in unit.bindings:
                 binding.resting = resting(binding.slot.shape, binding.store.run.dtype, self.stage.device)
                 self._resting[binding.resting.untyped_storage().data_ptr()] = binding.name

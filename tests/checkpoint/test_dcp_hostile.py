@@ -258,6 +258,24 @@ def described(tensor: torch.Tensor) -> bytes:
         return file.read("archive/data.pkl")
 
 
+@pytest.mark.parametrize("offset", [-1, -(1 << 31), -(1 << 70), 1 << 70])
+def test_a_member_that_lies_elsewhere(
+    copy: Path, model: nn.Module, offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python takes the difference of two places that a file names, and so may find one before its beginning."""
+    infolist = zipfile.ZipFile.infolist
+
+    def moved(self: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+        found = infolist(self)
+        for member in found:
+            member.header_offset += offset
+        return found
+
+    monkeypatch.setattr(zipfile.ZipFile, "infolist", moved)
+    with pytest.raises(CheckpointError, match="beyond its ends"):
+        outcore.from_dcp(copy, model)
+
+
 def test_an_honest_description_is_read(copy: Path, model: nn.Module) -> None:
     wanted = torch.arange(24.0).view(6, 4)
     replaced(copy, described(wanted), data=wanted.numpy().tobytes())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,37 +149,6 @@ def test_each_operation_of_a_load(
         if at % 9 == 0 or not changed:
             assert same(state(model, optimizer), expected)
     assert (undefined > 0) == (kind != "short")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a small tmpfs can only be mounted by root")
-def test_a_disk_that_is_really_full(run: tuple[nn.Module, outcore.Optimizer], tmp_path: Path) -> None:
-    """Disks of growing size: refused on each that is too small, saved on the first that is not."""
-    model, optimizer = run
-    place = tmp_path / "small"
-    place.mkdir()
-    size = outcore.verify(tmp_path / "run" / "first").nbytes
-    refused = 0
-    for tenth in range(1, 14):
-        room = size * tenth // 10
-        mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", str(place)],
-            capture_output=True,
-            check=False,
-        )
-        if mounted.returncode:
-            pytest.skip("a small tmpfs can't be mounted here")
-        try:
-            try:
-                outcore.save(place / "checkpoint", model, optimizer)
-            except DiskFullError:
-                refused += 1
-                assert os.listdir(place) == []
-            else:
-                outcore.verify(place / "checkpoint")
-        finally:
-            subprocess.run(["umount", str(place)], check=True)
-    assert 9 <= refused < 13
-    assert outcore.load(tmp_path / "run" / "first", model, optimizer) == 1
 
 
 def test_refusals(run: tuple[nn.Module, outcore.Optimizer], tmp_path: Path) -> None:

@@ -97,7 +97,8 @@ def test_lines_of_steps_that_are_taken_again_are_not_there_twice(
     assert [step for step, _, _ in seen(folder)] == [1, 2, 3, 4, 5]
     with (folder / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')  # cut in the middle of a line
-    assert "going on from step-4" in good(train(folder, "--every", 2, "--resume"))
+    said = good(train(folder, "--every", 2, "--resume"))
+    assert "going on from step-4" in " ".join(said.split())  # lines are broken where a path is long
     assert seen(folder) == seen(whole)
     assert not list((folder / "run").glob("metrics.jsonl.*"))
 

@@ -72,6 +72,9 @@ class Directory:
                 raise ModelError(f"{index} names {file}, which is missing")
         return {tensor: self._path / file for tensor, file in names.items()}
 
+    def beside(self, plan: UnitPlan) -> int:
+        return 0  # files are mapped: their pages are the system's to take back
+
     def values(self, plan: UnitPlan) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in plan.parameters:
             key = self._find(name, parameter)

@@ -11,6 +11,7 @@ from torch import nn
 from outcore.chunks.pool import Access, Pool
 from outcore.chunks.store import RunStore
 from outcore.errors import ModelError
+from outcore.memory.heap import give_back
 from outcore.memory.refusal import allocating
 from outcore.model.unit import Binding, Unit
 from outcore.model.units import UnitPlan
@@ -20,12 +21,18 @@ from outcore.optim.kernels import Rule
 class Source(Protocol):
     """Gives the values of a unit's parameters."""
 
+    def beside(self, plan: UnitPlan) -> int:
+        """Bytes of host memory that it takes while it gives them."""
+
     def values(self, plan: UnitPlan) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter of the unit with a tensor of its shape on the CPU, of any floating dtype."""
 
 
 class InMemory:
     """A model that holds its weights already."""
+
+    def beside(self, plan: UnitPlan) -> int:
+        return 0
 
     def values(self, plan: UnitPlan) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in plan.parameters:
@@ -41,6 +48,9 @@ class Initialised:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+
+    def beside(self, plan: UnitPlan) -> int:
+        return sum(4 * parameter.numel() for _, parameter in plan.parameters)
 
     @torch.no_grad()
     def values(self, plan: UnitPlan) -> Iterator[tuple[str, torch.Tensor]]:
@@ -86,20 +96,28 @@ class Initialised:
 
 
 @torch.no_grad()
-def fill(unit: Unit, plan: UnitPlan, source: Source, pool: Pool, rule: Rule | None) -> None:
+def fill(unit: Unit, plan: UnitPlan, source: Source, pool: Pool, rule: Rule | None, spare: int) -> None:
     """Write a unit's first values: parameters, and for trained ones masters and fresh moments.
 
     Args:
         rule: the update rule of trained runs.
+        spare: bytes of the pool that may be lent to the source.
     """
     bindings = {binding.name: binding for binding in unit.bindings}
-    for name, values in source.values(plan):
-        binding = bindings[name]
-        if values.shape != binding.slot.shape:
-            raise ModelError(
-                f"{name}: the weights have shape {list(values.shape)}, the model {list(binding.slot.shape)}"
-            )
-        write(binding, values, pool, rule)
+    lent = min(source.beside(plan), spare)
+    pool.borrow(lent)
+    try:
+        for name, values in source.values(plan):
+            binding = bindings[name]
+            if values.shape != binding.slot.shape:
+                raise ModelError(
+                    f"{name}: the weights have shape {list(values.shape)}, the model {list(binding.slot.shape)}"
+                )
+            write(binding, values, pool, rule)
+    finally:
+        pool.repay(lent)
+    if lent:
+        give_back()
 
 
 def write(binding: Binding, values: torch.Tensor, pool: Pool, rule: Rule | None) -> None:

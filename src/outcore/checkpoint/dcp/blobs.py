@@ -147,8 +147,8 @@ class Archive:
     def _start(self, info: zipfile.ZipInfo) -> int:
         """The first byte of a member in the file."""
         header = bytearray(30)
-        if info.header_offset + len(header) > self._blob.nbytes:
-            raise self._bad("a member lies beyond its end")
+        if not 0 <= info.header_offset <= self._blob.nbytes - len(header):
+            raise self._bad("a member lies beyond its ends")
         read_all(self._files, self._fd, memoryview(header), self._blob.start + info.header_offset, self._path)
         name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
         start = info.header_offset + len(header) + name + extra

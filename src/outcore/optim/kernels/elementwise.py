@@ -16,8 +16,8 @@ from outcore.optim.kernels.rule import Plane, Planes
 from outcore.optim.kernels.transform import GradTransform
 from outcore.optim.kernels.workers import Workers
 
-STEP = 1 << 20
-"""Elements handled at a time, so that temporaries stay at a few MiB."""
+STEP = 1 << 16
+"""Elements handled at a time: temporaries, which no budget counts, stay at two MiB, and in the cache."""
 
 
 class Elementwise(ABC):
