@@ -33,6 +33,7 @@ from outcore.model.trees import tensors_of
 from outcore.model.unit import Binding, Unit
 from outcore.model.units import Point
 from outcore.optim.updates import NoUpdates
+from outcore.parallel.ranks import Alone
 from outcore.planning.recorder import Recorder, Span
 from outcore.planning.work import Work
 
@@ -175,7 +176,7 @@ def _hang(
     here: Any = _Here()
     clock: Any = recorder
     updates = NoUpdates()
-    residency = Residency(here, clock, here, cast(Any, recorder), updates, Ledger())
+    residency = Residency(here, clock, here, cast(Any, recorder), updates, Ledger(), Alone())
     backward = BackwardPass(residency, recorder.complete)
     recorder.last_block = max((i for p in points if p.block for i in p.units), default=-1)
     undo: list[Callable[[], object]] = []

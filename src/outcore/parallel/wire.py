@@ -1,0 +1,85 @@
+"""Bytes between the ranks of one group. Nothing is computed here, so nothing is rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+from outcore.memory.ledger import WIRE, Ledger
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+Watched = Callable[[str], AbstractContextManager[None]]
+
+
+class Wire:
+    """Collectives of one process group, on tensors of the host.
+
+    Args:
+        group: the process group.
+        members: the global numbers of its ranks, in the group's order.
+        watched: makes what a collective runs in; it turns a lost connection into a `PeerError`.
+
+    Attributes:
+        number: this rank's place in the group.
+        size: how many ranks it has.
+        ledger: told of the bytes that are received.
+    """
+
+    def __init__(self, group: Any, members: list[int], watched: Watched) -> None:
+        self.group = group
+        self.members = members
+        self.size = len(members)
+        self.number = members.index(dist.get_rank())
+        self.ledger: Ledger | None = None
+        self._watched = watched
+
+    def gather(self, whole: torch.Tensor, what: str) -> None:
+        """Bring everyone's part.
+
+        Args:
+            whole: contiguous, as many equal parts as there are ranks; this rank's is there already.
+            what: for messages.
+        """
+        data = _bytes(whole)
+        part = data.numel() // self.size
+        own = data[self.number * part : (self.number + 1) * part]
+        self._run(what, part, lambda: _all_gather(data, own, group=self.group))
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, what: str) -> None:
+        """Give each rank its part, and get each rank's for this one.
+
+        Args:
+            received, sent: contiguous, as many equal parts as there are ranks.
+            what: for messages.
+        """
+        into, out = _bytes(received), _bytes(sent)
+        part = out.numel() // self.size
+        self._run(what, part, lambda: dist.all_to_all_single(into, out, group=self.group))
+
+    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
+        """Give everyone what the rank at place ``source`` has; contiguous."""
+        data = _bytes(tensor)
+        part = 0 if source == self.number else data.numel()
+        found = self.members[source]
+        self._run(what, part, lambda: dist.broadcast(data, found, group=self.group), factor=1)
+
+    def _run(self, what: str, part: int, collective: Callable[[], Any], factor: int | None = None) -> None:
+        if self.size == 1 or (part == 0 and factor is None):
+            return
+        with self._watched(what), _disable_current_modes(), torch.no_grad():
+            if self.ledger is None:
+                collective()
+                return
+            with self.ledger.waiting(WIRE):
+                collective()
+            self.ledger.moved(WIRE, part * (self.size - 1 if factor is None else factor))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
