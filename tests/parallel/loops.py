@@ -45,7 +45,7 @@ class Way:
 
 
 def offloaded(model: nn.Module, way: Way, place: Place, **settings: Any) -> Any:
-    optimizer = outcore.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+    optimizer = outcore.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3, weight_decay=0.1)
     outcore.offload(
         model,
         optimizer,

@@ -7,7 +7,6 @@ file in the test's own directory.
 from __future__ import annotations
 
 import os
-import pickle
 import time
 import traceback
 from collections.abc import Callable
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 PATIENCE = 60.0
-"""Seconds that ranks may take in all."""
+"""Seconds that ranks may take for a script."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,9 @@ class Place:
         return own
 
 
+Script = Callable[[Place], Any]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of a rank.
@@ -51,8 +53,8 @@ class Outcome:
     Attributes:
         value: what the script returned; ``None`` if it did not return.
         error: the class and message of what it raised, and its traceback.
-        code: the exit status of its process.
-        seconds: until it ended.
+        code: the exit status of its process, if it ended.
+        seconds: until it was done.
     """
 
     value: Any
@@ -61,60 +63,101 @@ class Outcome:
     seconds: float
 
 
-Script = Callable[[Place], Any]
-
-
-def _work(script: Script, place: Place) -> None:
+def _serve(rank: int, ranks: int, store: Path, pipe: Any) -> None:
     torch.set_num_threads(1)
-    if place.ranks > 1:
-        store = f"file://{place.path / 'store'}"
-        dist.init_process_group("gloo", init_method=store, rank=place.rank, world_size=place.ranks)
-    value, error = None, None
-    try:
-        value = script(place)
-    except BaseException as raised:
-        error = (type(raised).__name__, str(raised), traceback.format_exc())
-    target = place.path / f"rank{place.rank}"
-    target.with_suffix(".tmp").write_bytes(pickle.dumps((value, error)))
-    os.rename(target.with_suffix(".tmp"), target)
-    os._exit(0 if error is None else 1)
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    while True:
+        task = pipe.recv()
+        if task is None:
+            os._exit(0)
+        script, path, settings = task
+        value, error = None, None
+        try:
+            value = script(Place(rank, ranks, path, settings))
+        except BaseException as raised:
+            error = (type(raised).__name__, str(raised), traceback.format_exc())
+        pipe.send((value, error))
+
+
+class Team:
+    """Ranks that run one script after the other.
+
+    Args:
+        path: a directory of its own.
+    """
+
+    def __init__(self, ranks: int, path: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        before = dict(os.environ)
+        os.environ.update({"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+        self._members = []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, ranks, path / "store", theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._members.append((process, ours))
+        os.environ.clear()
+        os.environ.update(before)
+
+    def run(self, script: Script, path: Path, patience: float = PATIENCE, **settings: Any) -> list[Outcome]:
+        """What became of each rank. One that neither answers in time nor ends is killed."""
+        path.mkdir(exist_ok=True)
+        start = time.monotonic()
+        for _, pipe in self._members:
+            pipe.send((script, path, settings))
+        outcomes = []
+        for process, pipe in self._members:
+            value, error, code = None, None, None
+            try:
+                if pipe.poll(max(0.0, start + patience - time.monotonic())):
+                    value, error = pipe.recv()
+                else:
+                    process.kill()
+                    error = ("TimeoutError", f"no answer within {patience} seconds", "")
+            except EOFError:
+                process.join()
+                code = process.exitcode
+            outcomes.append(Outcome(value, error, code, time.monotonic() - start))
+        return outcomes
+
+    def end(self) -> None:
+        for process, pipe in self._members:
+            try:
+                pipe.send(None)
+            except OSError:
+                pass
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
 
 
 def run(script: Script, ranks: int, path: Path, patience: float = PATIENCE, **settings: Any) -> list[Outcome]:
-    """What became of each rank; one that has not ended in time is killed."""
+    """The same on ranks that live for one script; ``patience`` counts from when all of them are there."""
     path.mkdir(exist_ok=True)
-    context = multiprocessing.get_context("spawn")
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
-    start = time.monotonic()
-    processes = []
-    for rank in range(ranks):
-        processes.append(
-            context.Process(target=_work, args=(script, Place(rank, ranks, path, settings)), daemon=True)
-        )
-        processes[-1].start()
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name)
-        else:
-            os.environ[name] = value
-    outcomes = []
-    for rank, process in enumerate(processes):
-        process.join(max(0.0, start + patience - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
-        value, error = None, None
-        if (path / f"rank{rank}").exists():
-            value, error = pickle.loads((path / f"rank{rank}").read_bytes())
-        outcomes.append(Outcome(value, error, process.exitcode, time.monotonic() - start))
-    return outcomes
+    team = Team(ranks, path)
+    try:
+        values(team.run(_nothing, path))
+        return team.run(script, path, patience, **settings)
+    finally:
+        team.end()
+
+
+def _nothing(place: Place) -> None:
+    import parallel.loops  # noqa: F401
+
+
+def alone(script: Script, path: Path, **settings: Any) -> Any:
+    """What a script returns on one rank: here."""
+    path.mkdir(exist_ok=True)
+    return script(Place(0, 1, path, settings))
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
     """What all ranks returned."""
     for rank, outcome in enumerate(outcomes):
-        assert outcome.error is None, f"rank {rank}:\n{outcome.error[2]}"
-        assert outcome.code == 0, f"rank {rank} ended with {outcome.code}"
+        assert outcome.error is None, f"rank {rank}: {outcome.error}\n{outcome.error[2]}"
+        assert outcome.code is None, f"rank {rank} ended with {outcome.code}"
     return [outcome.value for outcome in outcomes]
