@@ -103,7 +103,7 @@ class Team:
 
     def run(self, script: Script, path: Path, patience: float = PATIENCE, **settings: Any) -> list[Outcome]:
         """What became of each rank. One that neither answers in time nor ends is killed."""
-        path.mkdir(exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
         start = time.monotonic()
         for _, pipe in self._members:
             pipe.send((script, path, settings))
@@ -136,7 +136,7 @@ class Team:
 
 def run(script: Script, ranks: int, path: Path, patience: float = PATIENCE, **settings: Any) -> list[Outcome]:
     """The same on ranks that live for one script; ``patience`` counts from when all of them are there."""
-    path.mkdir(exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
     team = Team(ranks, path)
     try:
         values(team.run(_nothing, path))
@@ -151,7 +151,7 @@ def _nothing(place: Place) -> None:
 
 def alone(script: Script, path: Path, **settings: Any) -> Any:
     """What a script returns on one rank: here."""
-    path.mkdir(exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
     return script(Place(0, 1, path, settings))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from outcore.errors import PeerError
 
-DOING, STORY, BITS = 160, 352, 480
+DOING, STORY, BITS = 96, 240, 64
 SIZE = 8 + 8 + DOING + STORY + BITS
 """Bytes of a header. `BITS` of them are for the caller."""
 
