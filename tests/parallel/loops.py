@@ -12,7 +12,7 @@ import outcore
 from exact.shapes import Stack
 from parallel.together import Place
 
-ROWS = 4
+ROWS = 12
 """Rows of the whole batch, over all ranks."""
 
 

@@ -1,8 +1,9 @@
-"""Ranks that miss parameters, and ranks that go apart: the result of one process, or an error that says who and where."""
+"""Ranks that miss parameters, and ranks that go apart: the result of one process, or an error that says who it was."""
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +73,12 @@ def nonfinite(place: Place) -> list[Any]:
             if step == 1 and place.rank == place.ranks - 1:
                 loss = loss * math.nan
             loss.backward()
-            with pytest.warns(RuntimeWarning, match="step skipped") if step == 1 else _quiet():
+            with pytest.warns(RuntimeWarning, match="step skipped") if step == 1 else nullcontext():
                 optimizer.step()
             optimizer.zero_grad()
         found.append((optimizer.skipped_steps, optimizer.nonfinite, optimizer.steps, _weights(model)))
         outcore.release(model)
     return found
-
-
-class _quiet:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *args: object) -> None:
-        pass
 
 
 def _weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,8 @@ class Team:
 
     def end(self) -> None:
         for process, pipe in self._members:
-            try:
+            with suppress(OSError):
                 pipe.send(None)
-            except OSError:
-                pass
             process.join(5)
             if process.is_alive():
                 process.kill()

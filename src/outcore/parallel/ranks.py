@@ -22,13 +22,23 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from outcore.errors import PeerError, StateError, UsageError
+from outcore.errors import (
+    CheckpointError,
+    CorruptionError,
+    DiskFullError,
+    DiskReadError,
+    DiskWriteError,
+    ModelError,
+    OutcoreError,
+    PeerError,
+    StateError,
+    UsageError,
+)
 from outcore.memory.ledger import WIRE, Ledger
 from outcore.parallel.header import BITS, SIZE, Header, compare
 from outcore.parallel.rollcall import Life, RollCall
 from outcore.parallel.sharding import Sharding
 from outcore.parallel.wire import Wire
-
 
 Spread = Callable[[int], list[tuple[int, int]]]
 
@@ -49,6 +59,12 @@ class Ranks(Protocol):
     def telling(self, doing: str) -> AbstractContextManager[None]:
         """What is raised inside is told to the others, who raise a `PeerError`."""
 
+    def together(self, doing: str) -> AbstractContextManager[None]:
+        """What is raised inside on one rank is raised on all of them at the end, and they can go on afterwards.
+
+        Nothing inside may wait for other ranks.
+        """
+
     def agree(self, doing: str, bits: bytes = b"") -> list[bytes]:
         """Wait until all are about to do the same; returns everyone's bits, of which there may be `BITS` bytes.
 
@@ -61,6 +77,9 @@ class Ranks(Protocol):
 
     def first_of(self, word: str | None) -> str | None:
         """The word of the first rank that has one."""
+
+    def words(self, data: bytes, what: str) -> list[bytes]:
+        """Everyone's bytes, of any length."""
 
     def complete(self, values: torch.Tensor, spread: Spread, what: str) -> None:
         """Bring the elements of a tensor that other ranks keep.
@@ -82,6 +101,9 @@ class Alone:
     def telling(self, doing: str) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def together(self, doing: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def agree(self, doing: str, bits: bytes = b"") -> list[bytes]:
         return [bits]
 
@@ -90,6 +112,9 @@ class Alone:
 
     def first_of(self, word: str | None) -> str | None:
         return word
+
+    def words(self, data: bytes, what: str) -> list[bytes]:
+        return [data]
 
     def complete(self, values: torch.Tensor, spread: Spread, what: str) -> None:
         pass
@@ -186,6 +211,24 @@ class World:
             raise
 
     @contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        fault: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            fault = error
+        if isinstance(fault, PeerError):
+            raise fault
+        self.agree(doing)
+        said = "" if fault is None else f"{type(fault).__name__}: {fault}"
+        found = self.all_bytes(said.encode("utf-8", "replace"), doing)
+        if fault is not None:
+            raise fault
+        for rank, other in enumerate(found):
+            if other:
+                raise _told(rank, doing, other.decode("utf-8", "replace"))
+
+    @contextmanager
     def _watched(self, doing: str) -> Iterator[None]:
         """A connection that breaks inside becomes an error that says who is missing."""
         try:
@@ -234,6 +277,10 @@ class World:
         self._all.gather(table, what)
         return [bytes(row[: int(n)].tolist()) for row, n in zip(table, lengths, strict=True)]
 
+    def words(self, data: bytes, what: str) -> list[bytes]:
+        self.agree(what)
+        return self.all_bytes(data, what)
+
     def all_sums(self, sums: list[float]) -> list[float]:
         what = "the gradient norm"
         self.agree(what)
@@ -257,8 +304,7 @@ class World:
 
     def first_of(self, word: str | None) -> str | None:
         what = "where a gradient is not finite"
-        self.agree(what)
-        found = self.all_bytes((word or "").encode(), what)
+        found = self.words((word or "").encode(), what)
         return next((said.decode() for said in found if said), None)
 
     def complete(self, values: torch.Tensor, spread: Spread, what: str) -> None:
@@ -292,6 +338,27 @@ def _members(sharding: Sharding) -> tuple[list[int], list[list[int]]]:
         )
     table = sharding.mesh.mesh.reshape(-1, sharding.mesh.mesh.shape[-1])
     return table.reshape(-1).tolist(), table.tolist()
+
+
+_KINDS: tuple[type[OutcoreError], ...] = (
+    UsageError,
+    ModelError,
+    StateError,
+    CheckpointError,
+    CorruptionError,
+    DiskFullError,
+    DiskReadError,
+    DiskWriteError,
+)
+
+
+def _told(rank: int, doing: str, said: str) -> OutcoreError:
+    """What another rank raised, as this one raises it."""
+    name, _, text = said.partition(": ")
+    for kind in _KINDS:
+        if kind.__name__ == name:
+            return kind(f"rank {rank}: {text}")
+    return PeerError(rank, doing, f"rank {rank} failed in {doing}: {said}")
 
 
 def _first_line(error: BaseException) -> str:

@@ -69,6 +69,17 @@ class Wire:
         found = self.members[source]
         self._run(what, part, lambda: dist.broadcast(data, found, group=self.group), factor=1)
 
+    def hand(self, tensor: torch.Tensor, source: int, target: int, what: str) -> None:
+        """Give the rank at place ``target`` what the one at ``source`` has; the others have no part in it."""
+        data = _bytes(tensor)
+        if source == target or not data.numel():
+            return
+        group, there, here = self.group, self.members[source], self.members[target]
+        if self.number == source:
+            self._run(what, 0, lambda: dist.send(data, here, group=group), factor=1)
+        elif self.number == target:
+            self._run(what, data.numel(), lambda: dist.recv(data, there, group=group), factor=1)
+
     def _run(self, what: str, part: int, collective: Callable[[], Any], factor: int | None = None) -> None:
         if self.size == 1 or (part == 0 and factor is None):
             return
