@@ -36,7 +36,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "summed gradients": (Gradients, "add_range", 3),
     "norm": (World, "all_sums", 2),
     "step": (Pipeline, "begin", 2),
-    "update": (Pipeline, "apply", 5),
+    "update": (Pipeline, "_apply", 5),
     "reading": (weights_of, "_read", 4),
 }
 """Where: what is patched, and at which of its calls it happens."""
@@ -77,7 +77,7 @@ def _strike(where: Any, name: str, at: int, strike: Callable[[], None]) -> None:
 
 
 def failing(place: Place) -> None:
-    way = Way(steps=3, host="3MiB", disk=True)
+    way = Way(steps=3, host="2MiB", disk=True)
     if place.rank == BAD:
         _strike(*POINTS[place.settings["point"]], HOW[place.settings["how"]])
     model = stack()
@@ -118,9 +118,9 @@ def test_a_rank_fails_anywhere(point: str, how: str, tmp_path: Path) -> None:
 
 def really_full(place: Place) -> None:
     """The swap file of one rank finds no space."""
-    way = Way(steps=3, host="3MiB", disk=True)
+    way = Way(steps=3, host="2MiB", disk=True)
     if place.rank == BAD:
-        _strike(DiskTier, "allocate", 20, _full)
+        _strike(DiskTier, "allocate", 4, _full)
     model = stack()
     optimizer = offloaded(model, way, place)
     train(model, optimizer, way, place)
