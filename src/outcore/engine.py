@@ -147,6 +147,7 @@ class Engine:
                 self.gauge,
                 self.backward,
                 self.updates,
+                self.ranks,
             ).remove
         )
         self._places = {b.parameter: (u.index, i) for u in self.units for i, b in enumerate(u.bindings)}
@@ -180,9 +181,10 @@ class Engine:
         unit = self.units[number]
         binding = unit.bindings[place]
         if binding.store.run.trained:
-            self.updates.finish()  # no chunk holds gradients of two steps
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            self.stage.collect(unit, binding, gradient.detach())
+            with self.ranks.telling("the gradients of a pass"):
+                self.updates.finish()  # no chunk holds gradients of two steps
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                self.stage.collect(unit, binding, gradient.detach())
         self.backward.accumulated(unit, binding.slot.index)
 
     def _summed(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
@@ -294,7 +296,6 @@ class Engine:
         self.gauge.end()
         self.backward.abandon()
         self.stage.shut()
-        self.ranks.leave()
         self.pool.close()
         if self.disk is not None:
             self.disk.close()
@@ -363,30 +364,31 @@ def offload(
     activations = activations or Activations()
     whole = optimizer is not None and optimizer.rule.whole_parameters
     ranks = join(sharding, refusal(find(device), whole, activations))
-    site, limits = choose(find(device), budget or Budget(), prefetch, ranks)
-    engine = Engine(
-        model,
-        optimizer,
-        limits=limits,
-        site=site,
-        precision=precision or Precision(),
-        activations=activations,
-        patterns=units,
-        chunk_bytes=chunk_bytes,
-        prefetch=prefetch,
-    )
-    try:
-        if weights is not None:
-            source: weights_of.Source = Directory(weights, model)
-        elif weights_of.has_meta(engine.plans):
-            source = weights_of.Initialised(model)
-        else:
-            source = weights_of.InMemory()
-        engine.fill(site.source(source))
-        engine.attach()
-    except BaseException:
-        engine.shut()
-        raise
+    with ranks.telling("the offload of the model"):
+        site, limits = choose(find(device), budget or Budget(), prefetch, ranks)
+        engine = Engine(
+            model,
+            optimizer,
+            limits=limits,
+            site=site,
+            precision=precision or Precision(),
+            activations=activations,
+            patterns=units,
+            chunk_bytes=chunk_bytes,
+            prefetch=prefetch,
+        )
+        try:
+            if weights is not None:
+                source: weights_of.Source = Directory(weights, model)
+            elif weights_of.has_meta(engine.plans):
+                source = weights_of.Initialised(model)
+            else:
+                source = weights_of.InMemory()
+            engine.fill(site.source(source))
+            engine.attach()
+        except BaseException:
+            engine.shut()
+            raise
     _engines[model] = weakref.ref(engine)
     if model in _released:
         _released.pop(model).remove()
@@ -451,6 +453,7 @@ def release(model: nn.Module) -> None:
             engine.updates.preserver.finish()
         finally:
             engine.shut()
+            engine.ranks.leave()
             _released[model] = model.register_forward_pre_hook(_refuse_released)
         engine.updates.preserver.report()
 

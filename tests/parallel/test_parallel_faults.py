@@ -77,7 +77,7 @@ def _strike(where: Any, name: str, at: int, strike: Callable[[], None]) -> None:
 
 
 def failing(place: Place) -> None:
-    way = Way(steps=3, host="2MiB", disk=True)
+    way = Way(steps=3, host="2500KiB", disk=True)
     if place.rank == BAD:
         _strike(*POINTS[place.settings["point"]], HOW[place.settings["how"]])
     model = stack()
@@ -118,7 +118,7 @@ def test_a_rank_fails_anywhere(point: str, how: str, tmp_path: Path) -> None:
 
 def really_full(place: Place) -> None:
     """The swap file of one rank finds no space."""
-    way = Way(steps=3, host="2MiB", disk=True)
+    way = Way(steps=3, host="2500KiB", disk=True)
     if place.rank == BAD:
         _strike(DiskTier, "allocate", 4, _full)
     model = stack()

@@ -13,6 +13,7 @@ from outcore.errors import StateError
 from outcore.model.backward import BackwardPass
 from outcore.model.trees import change_tensors, tensors_of
 from outcore.optim.updates import Updates
+from outcore.parallel.ranks import Ranks
 from outcore.trace.clock import Clock
 from outcore.trace.gauge import Gauge
 
@@ -33,6 +34,7 @@ class Laps:
         gauge: Gauge,
         backward: BackwardPass,
         updates: Updates,
+        ranks: Ranks,
     ) -> None:
         self._device = device
         self._dtype = dtype
@@ -40,6 +42,7 @@ class Laps:
         self._gauge = gauge
         self._backward = backward
         self._updates = updates
+        self._ranks = ranks
         self._depth = 0
         self._outermost: FrameType | None = None
         self._handles = [
@@ -67,8 +70,9 @@ class Laps:
             size = sum(tensor.numel() for tensor in tensors_of((args, kwargs)))
             self._backward.reset()  # of a pass that raised
             key = ("forward", torch.is_grad_enabled(), module.training)
-            self._gauge.begin(key, size)
-            self._clock.lap((*key, self._updates.outstanding))  # then updates come between the units
+            with self._ranks.telling("the beginning of a forward"):
+                self._gauge.begin(key, size)
+                self._clock.lap((*key, self._updates.outstanding))  # then updates come between the units
         moved: dict[int, torch.Tensor] = {}
 
         def place(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ This is the one place that knows whether there is a device tier, and whether the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -119,7 +120,10 @@ class HostSite:
 
     def gauge(self, stage: Stage, pool: Pool, ledger: Ledger, roomy: bool, outside: Outside) -> Gauge:
         settled = _nothing if roomy else give_back
-        return MeteredGauge(self.device, "host", pool, ledger, self._limits.host, roomy, outside, settled)
+        tell = partial(self.ranks.tell, "the activations of a pass")
+        return MeteredGauge(
+            self.device, "host", pool, ledger, self._limits.host, roomy, outside, settled, tell
+        )
 
 
 class RankedSite(HostSite):

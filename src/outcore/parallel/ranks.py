@@ -59,6 +59,9 @@ class Ranks(Protocol):
     def telling(self, doing: str) -> AbstractContextManager[None]:
         """What is raised inside is told to the others, who raise a `PeerError`."""
 
+    def tell(self, doing: str, error: Exception) -> None:
+        """The same for what is about to be raised."""
+
     def together(self, doing: str) -> AbstractContextManager[None]:
         """What is raised inside on one rank is raised on all of them at the end, and they can go on afterwards.
 
@@ -100,6 +103,9 @@ class Alone:
 
     def telling(self, doing: str) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def tell(self, doing: str, error: Exception) -> None:
+        pass
 
     def together(self, doing: str) -> AbstractContextManager[None]:
         return nullcontext()
@@ -205,10 +211,13 @@ class World:
         except PeerError:
             raise
         except Exception as error:
-            if self._broken is None:
-                with suppress(PeerError):
-                    self._exchange(doing, f"{type(error).__name__}: {error}", b"")
+            self.tell(doing, error)
             raise
+
+    def tell(self, doing: str, error: Exception) -> None:
+        if self._broken is None:
+            with suppress(PeerError):
+                self._exchange(doing, f"{type(error).__name__}: {error}", b"")
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:

@@ -185,7 +185,9 @@ def _hang(
         undo.append(PointHooks(point.module, opened, residency, backward).remove)
         if recomputes and point.block and not recomputes_itself(point.module):
             undo.append(recompute(point.module))
-    undo.append(Laps(model, torch.device("cpu"), dtype, clock, cast(Any, recorder), backward, updates).remove)
+    gauge, here_alone = cast(Any, recorder), Alone()
+    laps = Laps(model, torch.device("cpu"), dtype, clock, gauge, backward, updates, here_alone)
+    undo.append(laps.remove)
     for unit in units:
         for binding in unit.bindings:
             parameter = binding.parameter
