@@ -16,6 +16,7 @@ from outcore.errors import UsageError
 
 if TYPE_CHECKING:
     from outcore.cli.keeping import Previous
+    from outcore.cli.ranks import Launch
     from outcore.cli.tokens import Given, Trained
     from outcore.integrations.transformers import Built
 
@@ -107,6 +108,13 @@ def train(
             help="After SIGINT or SIGTERM, the time to finish the step and save; 300 by default.",
         ),
     ] = None,
+    sharding: Annotated[
+        str,
+        typer.Option(
+            help="Under torchrun, what each rank keeps only its slice of: parameters (and gradients and the "
+            "optimizer's states), gradients (and states), optimizer (states), or none."
+        ),
+    ] = "parameters",
 ) -> None:
     """Train a language model with its states spread over accelerator, DRAM and disk."""
     with reported():
@@ -135,12 +143,22 @@ def train(
             keep=keep,
             resume=resume,
             grace=grace,
+            sharding=sharding,
         )
         run(settings)
 
 
 def run(settings: Settings) -> None:
-    """Train as the settings say. What can be refused is refused before the model gets any memory."""
+    """Train as the settings say, alone or as one of the ranks that ``torchrun`` started."""
+    from outcore.cli.ranks import launched
+    from outcore.memory.device import find
+
+    with launched(find(settings.device)) as launch:
+        run_rank(launch.settings(settings), launch)
+
+
+def run_rank(settings: Settings, launch: Launch) -> None:
+    """Train on this rank. What can be refused is refused before the model gets any memory."""
     import torch
 
     import outcore
@@ -159,6 +177,8 @@ def run(settings: Settings) -> None:
     from outcore.report.tracer import parse_steps
 
     console = make_console()
+    console.quiet = launch.rank > 0
+    sharding = outcore.Sharding(settings.sharding)  # type: ignore[arg-type]
     device = find(settings.device)
     budget = outcore.Budget(
         device=settings.device_memory, host=settings.host_memory, disk=settings.disk or None
@@ -206,9 +226,12 @@ def run(settings: Settings) -> None:
             activations=activations,
             device=device,
             weights=built.weights,
+            sharding=sharding,
         )
+        if launch.rank > 0:  # the first weights are the same on all ranks, what is drawn afterwards is not
+            torch.manual_seed(settings.seed + launch.rank)
         try:
-            steps = Steps(settings, built, optimizer, batches, keeping, interrupts, console, traced)
+            steps = Steps(settings, built, optimizer, batches, keeping, interrupts, console, traced, launch)
             steps.begin(previous)
             steps.plan(describe(settings, built, said, lr, device))
             steps.run(device, tokenizer)
