@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.loops import Way, several
-from parallel.together import Team, alone, values
+import outcore
+from outcore.model.ranked_stage import ShardedStage
+from parallel.loops import Way, offloaded, several, stack, train
+from parallel.together import Place, Team, alone, values
 
 STAGES = ("none", "optimizer", "gradients", "parameters")
 CLOSE = 1e-6
@@ -81,6 +83,40 @@ def test_a_run_repeats_to_the_bit(two: Team, tmp_path: Path) -> None:
 
 def test_recomputed_blocks(two: Team, tmp_path: Path) -> None:
     compare(two, tmp_path, [Way(stage, activations="recompute", steps=2) for stage in STAGES])
+
+
+def ahead(place: Place) -> list[Any]:
+    """The same run with and without gathers ahead of use; how many there were."""
+    proposed = 0
+    propose = ShardedStage._propose
+
+    def counted(stage: ShardedStage, unit: Any) -> Any:
+        nonlocal proposed
+        found = propose(stage, unit)
+        proposed += found is not None
+        return found
+
+    found: list[Any] = []
+    ShardedStage._propose = counted  # type: ignore[method-assign]
+    try:
+        for prefetch in (True, False):
+            way = Way(steps=3)
+            model = stack()
+            optimizer = offloaded(model, way, place, prefetch=prefetch)
+            proposed = 0
+            result = train(model, optimizer, way, place)
+            found.append((result, proposed))
+            outcore.release(model)
+    finally:
+        ShardedStage._propose = propose  # type: ignore[method-assign]
+    return found
+
+
+def test_gathers_come_ahead_of_use(two: Team, tmp_path: Path) -> None:
+    for with_it, without in values(two.run(ahead, tmp_path)):
+        assert with_it[1] >= 10
+        assert without[1] == 0
+        assert same(with_it[0], without[0])
 
 
 @pytest.mark.slow

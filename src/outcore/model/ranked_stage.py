@@ -11,24 +11,44 @@ the step.
 A unit's parameters are gathered into a frame: a range of addresses for each run, in which this rank's slice has its
 place. Pages come with a gather and go when the unit closes, or, where parameters are gathered once a step, when
 the step's updates make them stale. The slice itself lies in chunks, as the whole of it does where there is one rank.
+
+[Note: Ahead]
+While one unit computes the next one is gathered, by a thread and over connections of their own. Each rank says, with
+the header of a gather, which unit it expects next and has a slice and room for; if all say the same it comes, else
+it comes when it is asked for. So ranks whose disks or updates are behind delay each other no more than without it, and
+memory is never taken from what is needed sooner. A unit that came and is not used next leaves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 
 from outcore.chunks.pool import Access, Pool
 from outcore.chunks.store import RunStore, pages
+from outcore.errors import PeerError
 from outcore.memory.host import Region, reserve
+from outcore.memory.ledger import WIRE, Ledger
 from outcore.model.stage import HostStage, view
 from outcore.model.unit import Binding, Unit
 from outcore.optim.gradients import Gradients
 from outcore.optim.reduction import Reduction
+from outcore.optim.updates import Updates
+from outcore.parallel.courier import Courier
 from outcore.parallel.header import BITS
 from outcore.parallel.ranks import World
+from outcore.trace.clock import Clock
 from outcore.trace.meter import uncounted
+
+WORD = 4
+"""Bytes of a header that say which unit could be gathered next."""
+
+FLAGS = (BITS - WORD) * 8
+"""Units of which the rest of a header says whether they are complete; others wait for the end of backward."""
 
 
 class RankedStage(HostStage):
@@ -100,27 +120,31 @@ class RankedStage(HostStage):
         """A bit for each unit that is closed and has gradients that wait."""
         bits = bytearray(-(-len(self._units) // 8))
         if self._eager:
-            for unit in self._units[: BITS * 8]:
+            for unit in self._units[:FLAGS]:
                 if unit.opened == 0 and self._reduction.has(unit.stores):
                     bits[unit.index // 8] |= 1 << unit.index % 8
-        return bytes(bits[:BITS])
+        return bytes(bits[: FLAGS // 8])
 
-    def _agree(self, what: str) -> None:
-        """Wait for all ranks to come to the same use, and sum what is complete on all of them."""
+    def _agree(self, what: str, word: int) -> bool:
+        """Wait for all ranks to come to the same use, and sum what is complete on all of them.
+
+        Returns:
+            Whether all ranks have the same word.
+        """
         complete = self._complete()
         waiting = any(complete)
         if waiting:
             self._reduction.prepare()
         try:
-            said = self._world.agree(what, complete)
+            said = self._world.agree(what, word.to_bytes(WORD, "little") + complete)
         except BaseException:
             if waiting:
                 self._reduction.cancel()
             raise
         agreed = [
             unit
-            for unit in reversed(self._units[: BITS * 8])
-            if all(bits[unit.index // 8] >> unit.index % 8 & 1 for bits in said)
+            for unit in reversed(self._units[:FLAGS])
+            if all(bits[WORD + unit.index // 8] >> unit.index % 8 & 1 for bits in said)
         ]
         if agreed:
             with uncounted():
@@ -128,13 +152,23 @@ class RankedStage(HostStage):
             self._world.agree(what)  # what went wrong with the sums is heard of here
         elif waiting:
             self._reduction.cancel()
+        return all(bits[:WORD] == said[0][:WORD] for bits in said)
+
+
+@dataclass(frozen=True)
+class Coming:
+    """A unit that is being gathered before it is asked for."""
+
+    unit: Unit
+    arrival: Future[None]
 
 
 class ShardedStage(RankedStage):
-    """Every rank keeps its slice, and parameters are gathered for use; see [Note: Frames].
+    """Every rank keeps its slice, and parameters are gathered for use; see [Note: Frames] and [Note: Ahead].
 
     Args:
         keeps: gather parameters once a step, not for each use.
+        updates: what is due has no values to gather yet.
     """
 
     def __init__(
@@ -147,29 +181,48 @@ class ShardedStage(RankedStage):
         world: World,
         eager: bool,
         keeps: bool,
+        clock: Clock,
+        ledger: Ledger,
+        updates: Updates,
     ) -> None:
         super().__init__(units, pool, {}, own, stores, reduction, world, eager)
         self._keeps = keeps
+        self._clock = clock
+        self._ledger = ledger
+        self._updates = updates
         self._size = world.slices.size
         self._frames = {
             store: reserve(frame_bytes(store, self._size)) for unit in units for store in unit.stores
         }
         self._here: set[Unit] = set()
+        self._courier = Courier()
+        self._coming: Coming | None = None
 
     def views(self, unit: Unit) -> Sequence[torch.Tensor]:
         return [view(self._flat(b.store), b, b.store.run.first) for b in unit.bindings]
 
     def open(self, unit: Unit) -> None:
         what = f"the gather of {unit.name or 'the model'}"
+        if self._coming is not None and self._coming.unit is not unit:
+            self._give_back(self._coming.unit)  # another unit was expected, by all ranks
+        coming, self._coming = self._coming, None
         absent = unit not in self._here
         if absent:
+            self._pool.borrow(self._bytes(unit))
             self._take(unit)
         try:
-            if absent or self._eager:
-                self._agree(what)
-            if absent:
-                for store in unit.stores:
-                    self._world.slices.gather(self._flat(store), what)
+            if absent or coming is not None or self._eager:
+                following = self._propose(unit)
+                agreed = self._agree(what, 0 if following is None else following.index + 1)
+                if following is not None and not agreed:
+                    self._give_back(following)
+                    following = None
+                if absent:
+                    coming = self._gather(unit, what)
+                if following is not None:
+                    self._coming = self._gather(following, f"the gather of {following.name} ahead of its use")
+            if coming is not None:
+                self._await(coming)
         except BaseException:
             if absent:
                 self._give_back(unit)
@@ -189,12 +242,47 @@ class ShardedStage(RankedStage):
 
     def shut(self) -> None:
         for unit in tuple(self._here):
-            self._give_back(unit)
+            with suppress(PeerError):
+                self._give_back(unit)
+        self._courier.close()
         super().shut()
 
+    # -- gathers ------------------------------------------------------------------------------------
+
+    def _gather(self, unit: Unit, what: str) -> Coming:
+        gathers, flats = self._world.gathers, [self._flat(store) for store in unit.stores]
+
+        def errand() -> None:
+            for flat in flats:
+                gathers.gather(flat, what)
+
+        return Coming(unit, self._courier.send(errand))
+
+    def _await(self, coming: Coming) -> None:
+        if coming.arrival.done():
+            coming.arrival.result()
+            return
+        with self._ledger.waiting(WIRE):
+            coming.arrival.result()
+
+    def _propose(self, unit: Unit) -> Unit | None:
+        """The unit that is used next, if its slice is at hand and there is room: it is taken then."""
+        expected = self._clock.upcoming(1)
+        key = expected[0][1] if expected else None
+        if not isinstance(key, tuple) or key[0] not in ("forward", "backward"):
+            return None  # an update, or a reading: parameters may change before they are used
+        following = self._units[key[1]]
+        if following in self._here or self._updates.is_due(following.stores):
+            return None
+        if not all(chunk.ready for chunk in following.parameter_chunks):
+            return None
+        if not self._pool.borrow_ahead(self._bytes(following), 1):
+            return None
+        self._take(following)
+        return following
+
     def _take(self, unit: Unit) -> None:
-        """Bring this rank's slice to its place in the frame."""
-        self._pool.borrow(self._bytes(unit))
+        """Bring this rank's slice to its place in the frame, for which there is room."""
         self._here.add(unit)
         try:
             for store in unit.stores:
@@ -208,10 +296,16 @@ class ShardedStage(RankedStage):
             raise
 
     def _give_back(self, unit: Unit) -> None:
-        self._here.discard(unit)
-        for store in unit.stores:
-            self._frames[store].release()
-        self._pool.repay(self._bytes(unit))
+        coming = self._coming
+        try:
+            if coming is not None and coming.unit is unit:
+                self._coming = None
+                self._await(coming)
+        finally:
+            self._here.discard(unit)
+            for store in unit.stores:
+                self._frames[store].release()
+            self._pool.repay(self._bytes(unit))
 
     def _bytes(self, unit: Unit) -> int:
         return sum(self._frames[store].nbytes for store in unit.stores)

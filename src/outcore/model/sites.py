@@ -195,7 +195,19 @@ class RankedSite(HostSite):
         reduction = Reduction(own, gradients, stores, world, pool)
         if self._states == "none":
             return RankedStage(units, pool, self._spans, own, stores, reduction, world, self._eager)
-        return ShardedStage(units, pool, own, stores, reduction, world, self._eager, self._keeps)
+        return ShardedStage(
+            units,
+            pool,
+            own,
+            stores,
+            reduction,
+            world,
+            self._eager,
+            self._keeps,
+            clock,
+            ledger,
+            updates,
+        )
 
 
 def _layout(units: Sequence[Unit], world: World) -> bytes:

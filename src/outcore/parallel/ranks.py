@@ -135,6 +135,7 @@ class World:
     Attributes:
         sharding: as the user says.
         slices: the ranks among which states are cut. With ``"none"`` they are not, but gradients are summed as if.
+        gathers: the same as ``slices``, over connections of their own, for what goes on beside everything else.
         replicas: the ranks that keep the same slice as this one, which is one rank unless the mesh has two dimensions.
     """
 
@@ -151,6 +152,7 @@ class World:
         timeout = timedelta(seconds=sharding.timeout)
         self._groups: list[Any] = []
         self.slices = self.replicas = self._all = self._make([ranks], own, timeout)
+        self.gathers = self._make(rows, own, timeout, beside=True)
         if len(rows) > 1:
             self.slices = self._make(rows, own, timeout)
             self.replicas = self._make([list(column) for column in zip(*rows, strict=True)], own, timeout)
@@ -162,14 +164,14 @@ class World:
         name = hashlib.sha256(repr((lives, _count())).encode()).hexdigest()[:16]
         self._roll = RollCall(name, self.number, lives)
 
-    def _make(self, parts: list[list[int]], own: int, timeout: timedelta) -> Wire:
+    def _make(self, parts: list[list[int]], own: int, timeout: timedelta, beside: bool = False) -> Wire:
         """This rank's group among several that all ranks make."""
         found: Wire | None = None
         for part in parts:
             group = dist.new_group(part, timeout=timeout, backend="gloo")
             if own in part:
                 self._groups.append(group)
-                found = Wire(group, part, self._watched)
+                found = Wire(group, part, self._watched, beside)
         assert found is not None
         return found
 
@@ -177,7 +179,7 @@ class World:
         """Enter what crosses the wire in a ledger."""
         ledger.list_link(WIRE)
         self.ledger = ledger
-        for wire in (self._all, self.slices, self.replicas):
+        for wire in (self._all, self.slices, self.gathers, self.replicas):
             wire.ledger = ledger
 
     # -- agreement --------------------------------------------------------------------------------

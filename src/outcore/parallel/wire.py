@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class Wire:
         group: the process group.
         members: the global numbers of its ranks, in the group's order.
         watched: makes what a collective runs in; it turns a lost connection into a `PeerError`.
+        beside: collectives run beside the training thread, which does not wait for them here.
 
     Attributes:
         number: this rank's place in the group.
@@ -31,13 +32,14 @@ class Wire:
         ledger: told of the bytes that are received.
     """
 
-    def __init__(self, group: Any, members: list[int], watched: Watched) -> None:
+    def __init__(self, group: Any, members: list[int], watched: Watched, beside: bool = False) -> None:
         self.group = group
         self.members = members
         self.size = len(members)
         self.number = members.index(dist.get_rank())
         self.ledger: Ledger | None = None
         self._watched = watched
+        self._beside = beside
 
     def gather(self, whole: torch.Tensor, what: str) -> None:
         """Bring everyone's part.
@@ -87,7 +89,7 @@ class Wire:
             if self.ledger is None:
                 collective()
                 return
-            with self.ledger.waiting(WIRE):
+            with nullcontext() if self._beside else self.ledger.waiting(WIRE):
                 collective()
             self.ledger.moved(WIRE, part * (self.size - 1 if factor is None else factor))
 
