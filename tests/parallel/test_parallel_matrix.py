@@ -114,7 +114,7 @@ def ahead(place: Place) -> list[Any]:
 
 def test_gathers_come_ahead_of_use(two: Team, tmp_path: Path) -> None:
     for with_it, without in values(two.run(ahead, tmp_path)):
-        assert with_it[1] >= 10
+        assert with_it[1] >= 6  # before each unit of a backward, once its order is known
         assert without[1] == 0
         assert same(with_it[0], without[0])
 

@@ -44,6 +44,9 @@ from outcore.parallel.ranks import World
 from outcore.trace.clock import Clock
 from outcore.trace.meter import uncounted
 
+NEXT = 64
+"""Ticks among which the next use is looked for: there are updates between them."""
+
 WORD = 4
 """Bytes of a header that say which unit could be gathered next."""
 
@@ -267,19 +270,31 @@ class ShardedStage(RankedStage):
 
     def _propose(self, unit: Unit) -> Unit | None:
         """The unit that is used next, if its slice is at hand and there is room: it is taken then."""
-        expected = self._clock.upcoming(1)
-        key = expected[0][1] if expected else None
-        if not isinstance(key, tuple) or key[0] not in ("forward", "backward"):
-            return None  # an update, or a reading: parameters may change before they are used
-        following = self._units[key[1]]
-        if following in self._here or self._updates.is_due(following.stores):
+        following, distance = self._next_use(unit)
+        if following is None or following in self._here or self._updates.is_due(following.stores):
             return None
         if not all(chunk.ready for chunk in following.parameter_chunks):
             return None
-        if not self._pool.borrow_ahead(self._bytes(following), 1):
+        if not self._pool.borrow_ahead(self._bytes(following), distance):
             return None
         self._take(following)
         return following
+
+    def _next_use(self, unit: Unit) -> tuple[Unit | None, int]:
+        """The unit that is used next, and ticks until then; none if a step may come first.
+
+        Between the units of a forward lie the updates of the step before. Behind a backward lie those of its own.
+        """
+        assert isinstance(self._clock.now, tuple)
+        within = self._clock.now[0] == "forward"
+        for distance, key in self._clock.upcoming(NEXT):
+            assert isinstance(key, tuple)
+            if key[0] in ("forward", "backward"):
+                found = self._units[key[1]]
+                return (None if found is unit else found), distance
+            if key[0] != "update" or not within:
+                break
+        return None, 0
 
     def _take(self, unit: Unit) -> None:
         """Bring this rank's slice to its place in the frame, for which there is room."""

@@ -10,11 +10,16 @@ from outcore.trace.schedule import Schedule
 
 
 class Clock:
-    """Joins a schedule and the pool it foretells for, under the pool's lock."""
+    """Joins a schedule and the pool it foretells for, under the pool's lock.
+
+    Attributes:
+        now: the key of the newest tick.
+    """
 
     def __init__(self, schedule: Schedule, pool: Pool) -> None:
         self._schedule = schedule
         self._pool = pool
+        self.now: Hashable = None
 
     def lap(self, key: Hashable) -> bool:
         """A lap begins. Returns whether a lap with this key was recorded before."""
@@ -26,6 +31,7 @@ class Clock:
     def tick(self, key: Hashable, needs: Sequence[Chunk]) -> None:
         """A use begins; called before its guard is asked for."""
         with self._pool.lock:
+            self.now = key
             self._schedule.advance(key, needs)
             self._pool.advance(needs)
 
