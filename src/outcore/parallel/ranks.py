@@ -150,14 +150,14 @@ class World:
         self._sequence = 0
         self._broken: PeerError | None = None
         timeout = timedelta(seconds=sharding.timeout)
-        self._groups: list[Any] = []
+        self._wires: list[Wire] = []
         self.slices = self.replicas = self._all = self._make([ranks], own, timeout)
         self.gathers = self._make(rows, own, timeout, beside=True)
         if len(rows) > 1:
             self.slices = self._make(rows, own, timeout)
             self.replicas = self._make([list(column) for column in zip(*rows, strict=True)], own, timeout)
         else:
-            self.replicas = Wire(self._all.group, [own], self._watched)
+            self.replicas = Wire(None, [own], self._lost)
         lives: list[Any] = [None] * self.size
         dist.all_gather_object(lives, Life.own(), group=self._all.group)
         self.neighbours = sum(life.host == lives[self.number].host for life in lives)
@@ -170,8 +170,8 @@ class World:
         for part in parts:
             group = dist.new_group(part, timeout=timeout, backend="gloo")
             if own in part:
-                self._groups.append(group)
-                found = Wire(group, part, self._watched, beside)
+                found = Wire(group, part, self._lost, beside)
+                self._wires.append(found)
         assert found is not None
         return found
 
@@ -179,7 +179,7 @@ class World:
         """Enter what crosses the wire in a ledger."""
         ledger.list_link(WIRE)
         self.ledger = ledger
-        for wire in (self._all, self.slices, self.gathers, self.replicas):
+        for wire in self._wires:
             wire.ledger = ledger
 
     # -- agreement --------------------------------------------------------------------------------
@@ -239,38 +239,23 @@ class World:
             if other:
                 raise _told(rank, doing, other.decode("utf-8", "replace"))
 
-    @contextmanager
-    def _watched(self, doing: str) -> Iterator[None]:
-        """A connection that breaks inside becomes an error that says who is missing."""
-        try:
-            yield
-        except RuntimeError as error:
-            missing, why = self._roll.missing(doing)
-            named = missing[0] if len(missing) == 1 else -1
-            who = f"rank {named}" if named >= 0 else "ranks " + ", ".join(map(str, missing))
-            said = f"{who} is gone" if named >= 0 else f"{who} are gone" if missing else "the ranks parted"
-            found = PeerError(
-                named if named >= 0 else missing[0] if missing else -1,
-                doing,
-                f"{said} in {doing}: {why} (rank {self.number} heard: {_first_line(error)})",
-            )
-            self._broken = found
-            self._hang_up()
-            raise found from error
-
-    def _hang_up(self) -> None:
-        """Break this rank's connections: whoever waits for it hears of it now."""
-        for group in self._groups:
-            with suppress(Exception):
-                group._get_backend(torch.device("cpu")).abort()
+    def _lost(self, doing: str, heard: str) -> PeerError:
+        """A connection broke: who is missing. This rank's other connections are broken too."""
+        if self._broken is not None:
+            return self._broken
+        missing, why = self._roll.missing(doing)
+        named = missing[0] if len(missing) == 1 else -1
+        who = f"rank {named}" if named >= 0 else "ranks " + ", ".join(map(str, missing))
+        said = f"{who} is gone" if named >= 0 else f"{who} are gone" if missing else "the ranks parted"
+        message = f"{said} in {doing}: {why} (rank {self.number} heard: {heard})"
+        self._broken = PeerError(named if named >= 0 else missing[0] if missing else -1, doing, message)
+        self.leave()
+        return self._broken
 
     def leave(self) -> None:
         """The end: give the connections back."""
-        if self._broken is None:
-            for group in self._groups:
-                with suppress(Exception):
-                    dist.destroy_process_group(group)
-        self._groups.clear()
+        for wire in self._wires:
+            wire.hang_up()
 
     # -- small things said to all -------------------------------------------------------------------
 
@@ -370,10 +355,6 @@ def _told(rank: int, doing: str, said: str) -> OutcoreError:
         if kind.__name__ == name:
             return kind(f"rank {rank}: {text}")
     return PeerError(rank, doing, f"rank {rank} failed in {doing}: {said}")
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)[:160]
 
 
 _worlds = 0

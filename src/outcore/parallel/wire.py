@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from outcore.errors import PeerError
 from outcore.memory.ledger import WIRE, Ledger
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-Watched = Callable[[str], AbstractContextManager[None]]
+Lost = Callable[[str, str], PeerError]
+"""From what was to be done and what was heard: the error that says who is missing."""
 
 
 class Wire:
@@ -23,7 +25,7 @@ class Wire:
     Args:
         group: the process group.
         members: the global numbers of its ranks, in the group's order.
-        watched: makes what a collective runs in; it turns a lost connection into a `PeerError`.
+        lost: called when a connection broke.
         beside: collectives run beside the training thread, which does not wait for them here.
 
     Attributes:
@@ -32,13 +34,13 @@ class Wire:
         ledger: told of the bytes that are received.
     """
 
-    def __init__(self, group: Any, members: list[int], watched: Watched, beside: bool = False) -> None:
+    def __init__(self, group: Any, members: list[int], lost: Lost, beside: bool = False) -> None:
         self.group = group
         self.members = members
         self.size = len(members)
         self.number = members.index(dist.get_rank())
         self.ledger: Ledger | None = None
-        self._watched = watched
+        self._lost = lost
         self._beside = beside
 
     def gather(self, whole: torch.Tensor, what: str) -> None:
@@ -76,22 +78,37 @@ class Wire:
         data = _bytes(tensor)
         if source == target or not data.numel():
             return
-        group, there, here = self.group, self.members[source], self.members[target]
+        there, here = self.members[source], self.members[target]
         if self.number == source:
-            self._run(what, 0, lambda: dist.send(data, here, group=group), factor=1)
+            self._run(what, 0, lambda: dist.send(data, here, group=self.group), factor=1)
         elif self.number == target:
-            self._run(what, data.numel(), lambda: dist.recv(data, there, group=group), factor=1)
+            self._run(what, data.numel(), lambda: dist.recv(data, there, group=self.group), factor=1)
+
+    def hang_up(self) -> None:
+        """Break the connections, so that whoever waits for this rank hears of it now."""
+        group, self.group = self.group, None
+        if group is not None:
+            with suppress(Exception):
+                dist.destroy_process_group(group)
 
     def _run(self, what: str, part: int, collective: Callable[[], Any], factor: int | None = None) -> None:
         if self.size == 1 or (part == 0 and factor is None):
             return
-        with self._watched(what), _disable_current_modes(), torch.no_grad():
-            if self.ledger is None:
-                collective()
-                return
-            with nullcontext() if self._beside else self.ledger.waiting(WIRE):
-                collective()
+        heard = "" if self.group is not None else "this rank has hung up"
+        if not heard:
+            try:
+                self._collect(collective)
+            except RuntimeError as error:
+                heard = str(error) or type(error).__name__
+        if heard:  # the error is gone by now, and its frames with it: they would keep the connections open
+            raise self._lost(what, heard.splitlines()[0][:160])
+        if self.ledger is not None:
             self.ledger.moved(WIRE, part * (self.size - 1 if factor is None else factor))
+
+    def _collect(self, collective: Callable[[], Any]) -> None:
+        waiting = nullcontext() if self.ledger is None or self._beside else self.ledger.waiting(WIRE)
+        with waiting, _disable_current_modes(), torch.no_grad():
+            collective()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
