@@ -59,7 +59,12 @@ def unused() -> nn.Module:
 def test_parameters_that_some_ranks_miss(build: Any, two: Team, tmp_path: Path) -> None:
     [first, _] = compare(two, tmp_path, [Way(stage, steps=2) for stage in STAGES], build=build)
     assert same(first[0], first[3])
-    compare(two, tmp_path / "more", [Way(stage, accumulate=2, steps=2) for stage in STAGES], build=build)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [mixture, unused], ids=["experts", "unused"])
+def test_parameters_that_some_ranks_miss_in_some_passes(build: Any, two: Team, tmp_path: Path) -> None:
+    compare(two, tmp_path, [Way(stage, accumulate=2, steps=2) for stage in STAGES], build=build)
 
 
 def nonfinite(place: Place) -> list[Any]:
@@ -104,7 +109,7 @@ def other_order(place: Place) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("stage", ["parameters", "gradients"])
+@pytest.mark.parametrize("stage", ["parameters", pytest.param("gradients", marks=pytest.mark.slow)])
 def test_another_order_of_units_is_named(stage: str, tmp_path: Path) -> None:
     for outcome in run(other_order, 2, tmp_path, stage=stage):
         assert outcome.error is not None
@@ -112,7 +117,7 @@ def test_another_order_of_units_is_named(stage: str, tmp_path: Path) -> None:
         assert "blocks.0" in outcome.error[1]
         assert "blocks.1" in outcome.error[1]
         assert "rank 1" in outcome.error[1]
-        assert outcome.seconds < 15
+        assert outcome.seconds < 30
 
 
 def one_raises(place: Place) -> None:
@@ -131,7 +136,13 @@ def one_raises(place: Place) -> None:
     train(model, optimizer, Way(steps=1), place, first=1)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param(stage, marks=() if stage in ("none", "parameters") else pytest.mark.slow)
+        for stage in STAGES
+    ],
+)
 def test_an_error_on_one_rank_is_told_to_all(stage: str, tmp_path: Path) -> None:
     first, second = run(one_raises, 2, tmp_path, stage=stage)
     assert second.error is not None
@@ -140,7 +151,7 @@ def test_an_error_on_one_rank_is_told_to_all(stage: str, tmp_path: Path) -> None
     assert first.error[0] == PeerError.__name__, first.error
     assert "rank 1 failed in" in first.error[1]
     assert "this disk is gone" in first.error[1]
-    assert first.seconds < 15
+    assert first.seconds < 30
 
 
 def differing(place: Place) -> None:

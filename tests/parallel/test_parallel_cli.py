@@ -49,6 +49,7 @@ def test_two_ranks_train_and_one_goes_on(tmp_path: Path) -> None:
         assert row["tokens"] == other["tokens"]
 
 
+@pytest.mark.slow
 def test_a_batch_that_can_not_be_divided(tmp_path: Path) -> None:
     text(tmp_path)
     odd = torchrun(2, tmp_path, *arguments(tmp_path, 1, "odd"), "--batch-size", 3)
