@@ -59,8 +59,7 @@ class Reduction:
 
     def has(self, stores: Sequence[RunStore]) -> bool:
         """Whether any gradient of these runs waits here."""
-        collected = self._own.collected
-        return any(slot.index in collected for store in stores for slot in store.run.slots)
+        return any(self._own.present(slot) for store in stores for slot in store.run.slots)
 
     def prepare(self) -> None:
         """Take room for what `reduce` needs: this may fail on one rank alone."""

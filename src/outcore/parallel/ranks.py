@@ -142,8 +142,10 @@ class World:
     def __init__(self, sharding: Sharding) -> None:
         ranks, rows = _members(sharding)
         own = dist.get_rank()
-        if own not in ranks:
-            raise UsageError(f"rank {own} is not in the mesh: a mesh must have all ranks that call offload()")
+        if sorted(ranks) != list(range(dist.get_world_size())):
+            raise UsageError(
+                f"the mesh has {len(ranks)} of the {dist.get_world_size()} ranks: it must have each of them once"
+            )
         self.sharding = sharding
         self.number, self.size = ranks.index(own), len(ranks)
         self.ledger: Ledger | None = None
