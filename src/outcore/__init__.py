@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from outcore.optim.foreign import Foreign
     from outcore.optim.optimizer import Optimizer
     from outcore.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
+    from outcore.parallel.sharding import Sharding
     from outcore.planning.machine import Machine
     from outcore.planning.plan import Plan
     from outcore.planning.planner import plan
@@ -60,6 +61,7 @@ __all__ = [
     "Plan",
     "Precision",
     "Saving",
+    "Sharding",
     "Snapshot",
     "export",
     "first_nonfinite",
@@ -94,6 +96,7 @@ _HOMES = {
     "Plan": "outcore.planning.plan",
     "Precision": "outcore.model.policies",
     "Saving": "outcore.checkpoint.saving",
+    "Sharding": "outcore.parallel.sharding",
     "Snapshot": "outcore.memory.ledger",
     "export": "outcore.checkpoint.export",
     "first_nonfinite": "outcore.report.health",

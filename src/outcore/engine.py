@@ -12,37 +12,38 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from outcore.chunks.layout import Entry, lay_out
 from outcore.chunks.pool import Pool
 from outcore.chunks.replacers import Belady
-from outcore.chunks.store import PlaneType, build
 from outcore.errors import ModelError, StateError, UsageError
 from outcore.memory import ending
 from outcore.memory.budget import Budget, Limits
-from outcore.memory.device import find, free_bytes
+from outcore.memory.device import find
 from outcore.memory.disk import DiskTier
 from outcore.memory.ledger import Ledger, Snapshot
 from outcore.memory.refusal import allocating
 from outcore.model import weights as weights_of
 from outcore.model.activations import treat_blocks
+from outcore.model.assembly import Assembly
 from outcore.model.backward import BackwardPass
 from outcore.model.directory import Directory
 from outcore.model.hooks import PointHooks
 from outcore.model.laps import Laps
-from outcore.model.placement import move_buffers, replace_data, wants_fp32
+from outcore.model.placement import move_buffers, replace_data
 from outcore.model.policies import Activations, Precision
 from outcore.model.residency import Residency
-from outcore.model.sites import DeviceSite, HostSite, Site
+from outcore.model.sites import Site, choose, refusal
 from outcore.model.slices.heads import slice_loss
-from outcore.model.unit import Binding, Unit, resting
+from outcore.model.unit import resting
 from outcore.model.units import discover
 from outcore.optim.due import Due
 from outcore.optim.gradients import Gradients
 from outcore.optim.kernels import GradTransform, Rule, workers
 from outcore.optim.optimizer import Optimizer
-from outcore.optim.pipeline import Pipeline, master_kind
+from outcore.optim.pipeline import Pipeline
 from outcore.optim.scaling import LossScale
 from outcore.optim.updates import NoUpdates, Updates
+from outcore.parallel.ranks import join
+from outcore.parallel.sharding import Sharding
 from outcore.planning.effective import Effective, check_fit, effective
 from outcore.planning.minimum import check, needs
 from outcore.planning.plan import Plan
@@ -78,8 +79,11 @@ class Engine:
         self._undo: list[Any] = []
         self.ledger = Ledger(budget={"host": limits.host})
         self.activations = settings.activations
-        self.units = self._build_units(site, settings.chunk_bytes)
-        found = needs(self.units, self.points, self.activations.microbatch is not None)
+        self.ranks = site.ranks
+        sliced = self.activations.microbatch is not None
+        dtype, chunk_bytes = self.precision.dtype, settings.chunk_bytes
+        self.units = Assembly(model, self.plans, optimizer, site, dtype, chunk_bytes, sliced).units()
+        found = needs(self.units, self.points, sliced, site.extra(self.units))
         disk_bytes = sum(disk.nbytes for disk in limits.disk)
         check(found, limits.host, disk_bytes, limits.device)
         if limits.disk:
@@ -89,7 +93,7 @@ class Engine:
         self.pool = Pool(self.ledger, self.disk, limits.host, schedule, Belady(schedule), prefetch)
         self.clock = Clock(schedule, self.pool)
         stores = [store for unit in self.units for store in unit.stores]
-        self.gradients = Gradients(stores, self.pool, workers())
+        self.gradients = Gradients(stores, self.pool, workers(), self.ranks.all_sums)
         self._largest_update = found.update
         self._spare = min(limits.host - found.working, limits.host + disk_bytes - found.total)
         self.pipeline = (
@@ -106,61 +110,13 @@ class Engine:
         roomy = 2 * found.total <= limits.host
         self.gauge = site.gauge(self.stage, self.pool, self.ledger, roomy, self._outside)
         self.residency = Residency(
-            self.stage, self.clock, self.gradients, self.gauge, self.updates, self.ledger
+            self.stage, self.clock, self.gradients, self.gauge, self.updates, self.ledger, self.ranks
         )
-        self.backward = BackwardPass(self.residency, self.stage.gradients_complete)
+        self.backward = BackwardPass(self.residency, self.stage.gradients_complete, self.stage.backward_over)
         self._resting: dict[int, str] = {}
         ending.enter(self)
 
     # -- construction -----------------------------------------------------------------------------
-
-    def _build_units(self, site: Site, chunk_bytes: int) -> list[Unit]:
-        trained = self._numbers()
-        keep = wants_fp32(self.model)
-        sums = self.activations.microbatch is not None
-        units = []
-        for index, plan in enumerate(self.plans):
-            entries, found = [], {}
-            for name, parameter in plan.parameters:
-                number = self._number_of.setdefault(parameter, len(self._number_of))
-                dtype = self._dtype_of(parameter, keep)
-                entries.append(Entry(number, parameter.shape, dtype, parameter in trained))
-                found[number] = (name, parameter)
-            stores, bindings = [], []
-            whole = self.rule is not None and self.rule.whole_parameters
-            for run in lay_out(entries, chunk_bytes // self.precision.dtype.itemsize, whole):
-                planes: tuple[PlaneType, ...] = ()
-                if run.trained:
-                    assert self.rule is not None
-                    types = self.rule.planes(run.dtype, master_kind(self.rule, run.dtype))
-                    planes = tuple((plane.name, plane.dtype) for plane in types)
-                store = build(plan.name, run, planes, site.span(run), site.working(), sums)
-                site.settle(run, store)
-                stores.append(store)
-                for slot in run.slots:
-                    name, parameter = found[slot.index]
-                    bindings.append(Binding(name, parameter, store, slot))
-            units.append(Unit(index, plan.name, tuple(stores), tuple(bindings)))
-        return units
-
-    def _numbers(self) -> set[nn.Parameter]:
-        """Number the optimizer's parameters as it does, and find those that are trained."""
-        self._number_of: dict[nn.Parameter, int] = {}
-        if self.optimizer is None:
-            return set()
-        ours = {p for plan in self.plans for _, p in plan.parameters}
-        for number, parameter in enumerate(self.optimizer.parameters()):
-            if parameter not in ours:
-                raise ModelError(
-                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not in the model"
-                )
-            self._number_of[parameter] = number
-        return {p for p in self._number_of if p.requires_grad}
-
-    def _dtype_of(self, parameter: nn.Parameter, keep: set[nn.Parameter]) -> torch.dtype:
-        if not parameter.is_floating_point() or parameter in keep:
-            return parameter.dtype
-        return self.precision.dtype
 
     def fill(self, source: weights_of.Source) -> None:
         """Write the first values, unit by unit; afterwards the model itself holds its buffers alone."""
@@ -184,7 +140,9 @@ class Engine:
         self._undo += treat_blocks(self.points, self.activations, self._summed)
         self._undo += filter(None, [slice_loss(model, self.activations)])
         device, dtype = self.stage.device, self.precision.dtype
-        self.laps = Laps(model, device, dtype, self.clock, self.gauge, self.backward, self.updates)
+        self.laps = Laps(
+            model, device, dtype, self.clock, self.gauge, self.backward, self.updates, self.ranks
+        )
         self._undo.append(self.laps.remove)
         self._places = {b.parameter: (u.index, i) for u in self.units for i, b in enumerate(u.bindings)}
         for parameter, place in self._places.items():
@@ -218,9 +176,10 @@ class Engine:
         unit = self.units[number]
         binding = unit.bindings[place]
         if binding.store.run.trained:
-            self.updates.finish()  # no chunk holds gradients of two steps
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            self.stage.collect(unit, binding, gradient.detach())
+            with self.ranks.telling("the gradients of a pass"):
+                self.updates.finish()  # no chunk holds gradients of two steps
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                self.stage.collect(unit, binding, gradient.detach())
         self.backward.accumulated(unit, binding.slot.index)
 
     def _summed(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
@@ -265,23 +224,22 @@ class Engine:
     # -- the optimizer's backend ------------------------------------------------------------------
 
     def sum_of_squares(self, transform: GradTransform) -> float:
-        self.updates.preserver.report()  # before the step changes anything
-        self.stage.synchronize()
-        return self.gradients.sum_of_squares(transform)
+        with self.ranks.telling("the norm of the gradients"):
+            self.updates.preserver.report()  # before the step changes anything
+            self.stage.settle_gradients()
+            return self.gradients.sum_of_squares(transform)
 
     def first_nonfinite(self) -> str | None:
-        return self.gradients.first_nonfinite()
+        return self.ranks.first_of(self.gradients.first_nonfinite())
 
     def present(self) -> set[int]:
-        return {
-            slot.index
-            for unit in self.units
-            for store in unit.stores
-            for slot in store.run.slots
-            if self.gradients.present(slot)
-        }
+        return self.gradients.collected | self.stage.collected()
 
     def apply(self, due: Due) -> None:
+        with self.ranks.telling("the step"):
+            self._apply(due)
+
+    def _apply(self, due: Due) -> None:
         assert self.pipeline is not None
         self.gauge.end()
         self.pipeline.begin(due)
@@ -292,7 +250,7 @@ class Engine:
         self.stage.anticipate()
 
     def clear(self) -> None:
-        self.stage.synchronize()
+        self.stage.forget_gradients()
         self.gradients.clear()
 
     def state(self, index: int) -> Mapping[str, torch.Tensor]:
@@ -301,7 +259,7 @@ class Engine:
         for unit in self.units:
             for binding in unit.bindings:
                 if binding.slot.index == index:
-                    return weights_of.moments(binding, self.pool, self.rule)
+                    return weights_of.moments(binding, self.pool, self.rule, self.ranks)
         raise KeyError(index)
 
     def begin_restore(self, whole: bool) -> None:
@@ -324,7 +282,7 @@ class Engine:
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.updates.finish()
         for unit in self.units:
-            yield from weights_of.masters(unit, self.pool, self.rule)
+            yield from weights_of.masters(unit, self.pool, self.rule, self.ranks)
 
     def shut(self) -> None:
         ending.leave(self)
@@ -355,6 +313,7 @@ def offload(
     chunk_size: str | int | None = None,
     prefetch: bool = True,
     plan: Plan | None = None,
+    sharding: Sharding | None = None,
 ) -> nn.Module:
     """Spread a model's states over device, host and disk. Works in place; names and shapes stay.
 
@@ -371,6 +330,8 @@ def offload(
         chunk_size: the most bytes of parameters that move as one piece; ``"8MiB"`` by default.
         prefetch: read ahead in the recorded order.
         plan: from `outcore.plan`, and run as it says; what is named beside it may not differ.
+        sharding: how states are spread where ``torch.distributed`` has several ranks; by default
+            ``Sharding("parameters")``. The budget is that of each rank. All ranks call this together.
 
     Returns:
         The model.
@@ -410,21 +371,23 @@ def offload(
     )
     if optimizer is not None:
         optimizer.check_free()  # before anything is taken from the model
-    limits = run.budget.limits(None if on_host else free_bytes(place))
-    site = HostSite(limits) if on_host else DeviceSite(place, limits, run.prefetch)
-    engine = Engine(model, optimizer, limits=limits, site=site, settings=run)
-    try:
-        if weights is not None:
-            source: weights_of.Source = Directory(weights, model)
-        elif weights_of.has_meta(engine.plans):
-            source = weights_of.Initialised(model)
-        else:
-            source = weights_of.InMemory()
-        engine.fill(source)
-        engine.attach()
-    except BaseException:
-        engine.shut()
-        raise
+    whole = optimizer is not None and optimizer.rule.whole_parameters
+    ranks = join(sharding, refusal(place, whole, plan is not None, run.activations))
+    with ranks.telling("the offload of the model"):
+        site, limits = choose(place, run.budget, run.prefetch, ranks)
+        engine = Engine(model, optimizer, limits=limits, site=site, settings=run)
+        try:
+            if weights is not None:
+                source: weights_of.Source = Directory(weights, model)
+            elif weights_of.has_meta(engine.plans):
+                source = weights_of.Initialised(model)
+            else:
+                source = weights_of.InMemory()
+            engine.fill(site.source(source))
+            engine.attach()
+        except BaseException:
+            engine.shut()
+            raise
     _engines[model] = weakref.ref(engine)
     if model in _released:
         _released.pop(model).remove()
@@ -489,6 +452,7 @@ def release(model: nn.Module) -> None:
             engine.updates.preserver.finish()
         finally:
             engine.shut()
+            engine.ranks.leave()
             _released[model] = model.register_forward_pre_hook(_refuse_released)
         engine.updates.preserver.report()
 

@@ -14,6 +14,7 @@
     │   ├── CorruptionError          bytes read back are not the bytes that were written
     │   ├── CheckpointError          a checkpoint is incomplete, damaged, or not of this run
     │   └── DeviceError              an accelerator refused an allocation or a copy
+    ├── PeerError (RuntimeError)     another rank failed or went another way
     ├── StateError (RuntimeError)    calls in an order that has no meaning, e.g. step() inside forward
     └── NonFiniteError (ArithmeticError)   a loss or gradient is inf or NaN where that was forbidden
 
@@ -85,6 +86,21 @@ class CheckpointError(TierError):
 
 class DeviceError(TierError):
     """An accelerator refused an allocation or a copy."""
+
+
+class PeerError(OutcoreError, RuntimeError):
+    """Another rank of the run failed, ended, or asked for something else than this one.
+
+    Args:
+        rank: which one, as far as it is known; -1 if it is not.
+        operation: what was to be done together.
+        message: the whole story.
+    """
+
+    def __init__(self, rank: int, operation: str, message: str) -> None:
+        self.rank = rank
+        self.operation = operation
+        super().__init__(message)
 
 
 class StateError(OutcoreError, RuntimeError):

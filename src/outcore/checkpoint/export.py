@@ -16,7 +16,7 @@ from torch import nn
 from outcore.checkpoint import states
 from outcore.checkpoint.files import Files, writing
 from outcore.checkpoint.manifest import StoredParameter
-from outcore.checkpoint.model import engine_with, persistent_buffers
+from outcore.checkpoint.model import engine_with, persistent_buffers, refuse_ranks
 from outcore.checkpoint.pieces import Layout, Piece
 from outcore.checkpoint.reader import opened, parts
 from outcore.checkpoint.writer import Cursor, Writer, committed
@@ -48,6 +48,7 @@ def export(model: nn.Module, path: str | PathLike[str], dtype: PrecisionName = "
     """
     target = Precision(dtype).dtype
     engine = engine_with(model, None)
+    refuse_ranks(engine, "export")
     engine.settle()
     layout = Layout(SHARD_BYTES, {"format": "pt"})
     names = _names(model)

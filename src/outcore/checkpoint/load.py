@@ -21,6 +21,7 @@ from outcore.checkpoint.model import (
     names_by_number,
     refuse_open,
 )
+from outcore.checkpoint.ranked import own_randoms
 from outcore.checkpoint.reader import Reader, opened
 from outcore.checkpoint.values import decode
 from outcore.engine import Engine
@@ -57,7 +58,7 @@ def load(path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Opt
     engine = engine_with(model, optimizer)
     refuse_open(engine)
     end_previous(engine)
-    with opened(Path(path)) as reader:
+    with engine.ranks.together(f"the load of {Path(path).name}"), opened(Path(path)) as reader:
         return Restore(engine, reader, engine.optimizer if optimizer is not None else None).run()
 
 
@@ -108,7 +109,7 @@ class Restore:
                 self._stream(manifest)
             if self._optimizer is not None and self._stored is not None:
                 self._resume(self._optimizer, self._stored, hyper, unstreamed)
-                rng.restore(random)
+                rng.restore(own_randoms(random, self._engine.ranks))
         except TierError as error:
             kind = CheckpointError if isinstance(error, CheckpointError) else type(error)
             raise kind(f"{error}; the model's state is undefined until another load succeeds") from error
@@ -129,7 +130,7 @@ class Restore:
                 for name, (_, stored) in self._parameters.items()
             }
         values = {name: source(stored.value) for name, (_, stored) in self._parameters.items()}
-        states.write(self._engine, values, moments, whole)
+        states.write_slices(self._engine, values, moments, whole)
         for name, buffer in self._buffers.items():
             buffer.copy_(source(manifest.buffers[name]).whole())
 

@@ -40,6 +40,18 @@ def refuse_open(engine: Engine) -> None:
         raise StateError("a checkpoint can't be loaded while parameters are open: leave outcore.gather first")
 
 
+def refuse_ranks(engine: Engine, what: str) -> None:
+    """Check that one process keeps all of the model.
+
+    Raises:
+        UsageError: several ranks do.
+    """
+    if engine.ranks.size > 1:
+        raise UsageError(
+            f"{what} is not possible with several ranks: outcore.save, and do it from the checkpoint"
+        )
+
+
 def end_previous(engine: Engine) -> None:
     """Wait for the save of a model that is under way, if there is one.
 

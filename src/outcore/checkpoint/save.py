@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from outcore.checkpoint.manifest import (
 )
 from outcore.checkpoint.model import end_previous, engine_with, kind_of, names_by_number, persistent_buffers
 from outcore.checkpoint.pieces import Layout, Piece
+from outcore.checkpoint.ranked import collect, everyones_randoms
 from outcore.checkpoint.saving import Job, Saving
 from outcore.checkpoint.values import Put, encode
-from outcore.checkpoint.writer import Writer, committed
+from outcore.checkpoint.writer import Cursor, Writer, committed
 from outcore.engine import Engine
 from outcore.errors import StateError
 from outcore.memory.refusal import allocating
@@ -55,6 +57,8 @@ def save(
             strings, booleans, ``None``, tensors, and lists, tuples and dicts of these.
         wait: until it is committed. Otherwise the large part is written by a thread while training goes on, and
             the checkpoint is of this moment all the same. A save of the model that is under way is waited for first.
+            Several ranks save together, each calling this, and always wait; the first one writes, and its buffers
+            and ``extra`` are what is kept.
 
     Returns:
         The save: ``saving.wait()`` waits until it is committed, ``saving.done`` says whether it is.
@@ -66,12 +70,7 @@ def save(
             What goes wrong while training goes on is raised by the next step, save or ``release`` of the model, or by
             ``saving.wait()``; so this may speak of the save before.
     """
-    saving = begin(path, model, optimizer, extra, wait)
-    if wait:
-        saving.run()
-    else:
-        saving.start()
-    return saving
+    return begin(path, model, optimizer, extra, wait).go(wait)
 
 
 @allocating("a checkpoint")
@@ -85,17 +84,81 @@ def begin(
 ) -> Saving:
     """Write what is small and note the rest; ``after`` is called once the checkpoint is committed."""
     engine = engine_with(model, optimizer)
+    if engine.ranks.size > 1:
+        return _begin_together(Path(path).absolute(), engine, optimizer, extra, after)
+    held = _check(engine, optimizer)
+    if wait or isinstance(
+        held, Foreign
+    ):  # what a foreign class keeps beside moments is known after its updates
+        engine.updates.finish()
+    opened = _open(Path(path).absolute(), engine, held, extra, rng.capture())
+    flow = Flow(engine, opened.values, opened.moments, engine.updates.pending())
+    return Saving(opened.target, Job(engine, flow, opened.writer, opened.manifest, opened.folder, after))
+
+
+def _begin_together(
+    target: Path,
+    engine: Engine,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Any,
+    after: Callable[[], None],
+) -> Saving:
+    """Save what several ranks keep: all of it, before this returns. The first of them writes."""
+    ranks, what = engine.ranks, f"the save of {target.name}"
+    opened: Opened | None = None
+    with ExitStack() as stack:
+        with ranks.together(what):
+            held = _check(engine, optimizer)
+            engine.updates.finish()
+        randoms = everyones_randoms(ranks, what)
+        with ranks.together(what):
+            if ranks.number == 0:
+                opened = _open(target, engine, held, extra, randoms)
+                stack.enter_context(opened.folder)
+        faults = collect(
+            engine, *((opened.values, opened.moments) if opened else ({}, {})), held is not None, what
+        )
+        with ranks.together(what):
+            for fault in faults:
+                raise fault
+        with ranks.together(what):
+            if opened is not None:
+                opened.writer.finish(opened.manifest)
+                stack.pop_all().close()
+                after()
+    return Saving(target, None)
+
+
+def _check(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Optimizer | None:
+    """The optimizer that is saved too, once everything is at rest."""
     end_previous(engine)
     engine.laps.abandon()
     engine.stage.synchronize()
     if engine.present():
         raise StateError("a checkpoint is saved between steps, and gradients are waiting: step() first")
-    target = Path(path).absolute()
-    held = engine.optimizer if optimizer is not None else None
-    if wait or isinstance(
-        held, Foreign
-    ):  # what a foreign class keeps beside moments is known after its updates
-        engine.updates.finish()
+    return engine.optimizer if optimizer is not None else None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint of which all that is small is written.
+
+    Attributes:
+        folder: closing it commits, leaving it with an error removes what was written.
+        values: where each parameter goes, by name.
+        moments: where its moments go.
+    """
+
+    target: Path
+    folder: ExitStack
+    writer: Writer
+    manifest: Manifest
+    values: Mapping[str, Cursor]
+    moments: Mapping[str, Mapping[str, Cursor]]
+
+
+def _open(target: Path, engine: Engine, held: Optimizer | None, extra: Any, randoms: Any) -> Opened:
+    model = engine.model
     layout = Layout()
     kept: dict[str, torch.Tensor] = {}
     state: dict[str, Piece] = {}
@@ -113,7 +176,7 @@ def begin(
         for name, buffer in persistent_buffers(model)
     }
     stored = None if held is None else _optimizer(engine, held, put)
-    random = encode(rng.capture(), put, "the random number states")
+    random = encode(randoms, put, "the random number states")
     more = encode(extra, put, "extra")
     planned = layout.seal()
     with ExitStack() as stack:
@@ -124,17 +187,13 @@ def begin(
             _write(writer, buffers[name], buffer.detach().to("cpu").contiguous())
         for key, value in kept.items():
             _write(writer, state[key], value)
-        flow = Flow(
-            engine,
-            {name: writer.cursor(p.value) for name, p in parameters.items()},
-            {
-                name: {moment: writer.cursor(piece) for moment, piece in p.moments.items()}
-                for name, p in parameters.items()
-            },
-            engine.updates.pending(),
-        )
+        values = {name: writer.cursor(p.value) for name, p in parameters.items()}
+        moments = {
+            name: {moment: writer.cursor(piece) for moment, piece in p.moments.items()}
+            for name, p in parameters.items()
+        }
         manifest = Manifest(writer.stored(), parameters, buffers, state, stored, random, more)
-        return Saving(target, Job(engine, flow, writer, manifest, stack.pop_all(), after))
+        return Opened(target, stack.pop_all(), writer, manifest, values, moments)
 
 
 def _write(writer: Writer, piece: Piece, tensor: torch.Tensor) -> None:

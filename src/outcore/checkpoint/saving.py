@@ -90,7 +90,7 @@ class Saving:
         path: where the checkpoint is once it is committed.
     """
 
-    def __init__(self, path: Path, job: Job) -> None:
+    def __init__(self, path: Path, job: Job | None) -> None:
         self.path = path
         self._job: Job | None = job
         self._error: BaseException | None = None
@@ -99,6 +99,8 @@ class Saving:
         self._changed = threading.Condition()
         self._owner = threading.get_ident()
         self._thread: threading.Thread | None = None
+        if job is None:  # it is over already
+            self._over.set()
 
     @property
     def done(self) -> bool:
@@ -119,6 +121,14 @@ class Saving:
             raise self._error
 
     # -- the two ways to do it ----------------------------------------------------------------------
+
+    def go(self, wait: bool) -> Saving:
+        """Do it in one of them, unless it is over."""
+        if not self.done and wait:
+            self.run()
+        elif not self.done:
+            self.start()
+        return self
 
     def run(self) -> None:
         """Do all of it here.

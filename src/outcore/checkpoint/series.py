@@ -92,16 +92,16 @@ class Checkpoints:
         """
         if type(step) is not int or not 0 <= step < 10**18:
             raise UsageError(f"a step is a whole number, not {step!r}")
-        end_previous(engine_of(model))
+        engine = engine_of(model)
+        end_previous(engine)
         path = self.path(step)
-        if path.is_dir() and not _is_whole(path):
-            discard(path)
+        with engine.ranks.together(f"the save of {path.name}"):
+            if engine.ranks.number == 0 and path.is_dir() and not _is_whole(path):
+                discard(path)
         saving = begin(path, model, optimizer, extra, wait, lambda: self._remove_older(step))
-        if wait:
-            saving.run()
-        else:
+        if not wait:
             self._last = saving
-            saving.start()
+        saving.go(wait)
         return path
 
     def wait(self) -> None:
@@ -145,10 +145,14 @@ class Checkpoints:
             CheckpointError, DiskReadError: there are some and none can be loaded: that of the newest.
             ModelError, StateError: see `outcore.load`.
         """
-        end_previous(engine_of(model))
-        sweep(seam.SYSTEM, self._directory)
+        engine = engine_of(model)
+        end_previous(engine)
+        with engine.ranks.together("the search for a checkpoint"):
+            if engine.ranks.number == 0:
+                sweep(seam.SYSTEM, self._directory)
+            steps = self.steps()
         failure: TierError | None = None
-        for step in reversed(self.steps()):
+        for step in reversed(steps):
             try:
                 return step, load(self.path(step), model, optimizer)
             except (CheckpointError, DiskReadError) as error:

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from outcore.chunks.chunk import Chunk
+from outcore.chunks.layout import Run, Segment
 from outcore.chunks.pool import Access
 from outcore.chunks.store import RunStore
 from outcore.engine import Engine
@@ -38,6 +39,16 @@ class Source(Protocol):
     def read(self, count: int) -> torch.Tensor: ...
 
 
+class SeekingSource(Source, Protocol):
+    """Gives a part of a tensor's elements in order, as ranks need that keep only slices."""
+
+    def seek(self, element: int) -> None:
+        """Go on with an element further on. What was passed over is not verified."""
+
+    def rest(self) -> None:
+        """Verify what is left, if everything before was read."""
+
+
 @dataclass(frozen=True)
 class Part:
     """A stretch of one parameter within a chunk that is pinned while the part is used."""
@@ -45,6 +56,8 @@ class Part:
     binding: Binding
     parameter: torch.Tensor
     planes: tuple[torch.Tensor, ...]
+    first: int
+    """The part's first element within the flattened parameter."""
 
 
 def bindings(engine: Engine) -> Iterator[Binding]:
@@ -72,7 +85,7 @@ def read(engine: Engine, values: Mapping[str, Sink], moments: Mapping[str, Mappi
     """Stream all parameters out; ``moments`` may be empty."""
     staging = torch.empty(PART)
     for part in _parts(engine, Access.READ):
-        _read_part(part, engine.rule, values, moments, staging)
+        read_part(part, engine.rule, values, moments, staging)
 
 
 def read_chunk(
@@ -89,8 +102,8 @@ def read_chunk(
         of: the run's parameters by number.
     """
     staging = torch.empty(PART)
-    for part in _parts_of(store, k, of):
-        _read_part(part, rule, values, moments, staging)
+    for part in parts_of(store, k, of):
+        read_part(part, rule, values, moments, staging)
 
 
 def chunks_of(store: RunStore, k: int) -> tuple[Chunk, ...]:
@@ -98,27 +111,55 @@ def chunks_of(store: RunStore, k: int) -> tuple[Chunk, ...]:
     return (store.parameters[k], *store.states[k : k + 1])
 
 
+def write_slices(
+    engine: Engine,
+    values: Mapping[str, SeekingSource],
+    moments: Mapping[str, Mapping[str, SeekingSource]],
+    whole: bool,
+) -> None:
+    """Stream in what this rank keeps of all parameters, from sources of all of each; moments that are not given stay.
+
+    Each tensor is verified by the rank that keeps its first element. What is replaced as a whole is not read from the
+    disk before, where it may be damaged.
+
+    Args:
+        whole: all moments are given.
+    """
+    ends: dict[str, int] = {}
+    for part in _parts(engine, Access.FRESH if whole else Access.WRITE):
+        name, count = part.binding.name, part.parameter.numel()
+        sources = moments.get(name, {})
+        if ends.get(name, 0) != part.first:
+            for source in (values[name], *sources.values()):
+                source.seek(part.first)
+        _write_part(part, engine.rule, values[name], sources)
+        ends[name] = part.first + count
+    for name in ends:
+        for source in (values[name], *moments.get(name, {}).values()):
+            source.rest()
+
+
 def write(
     engine: Engine, values: Mapping[str, Source], moments: Mapping[str, Mapping[str, Source]], whole: bool
 ) -> None:
-    """Stream all parameters in; moments that are not given stay as they are. ``whole``: all of them are given.
-
-    What is replaced as a whole is not read from the disk before, where it may be damaged.
-    """
+    """The same in order, where one process keeps everything."""
     for part in _parts(engine, Access.FRESH if whole else Access.WRITE):
-        name, count = part.binding.name, part.parameter.numel()
-        new = values[name].read(count)
-        sources = moments.get(name)
-        if sources and engine.rule is not None:
-            found = {moment: source.read(count) for moment, source in sources.items()}
-            engine.rule.set_moments(part.planes, found)
-        if part.binding.store.states and engine.rule is not None:
-            engine.rule.set_master(part.parameter, part.planes, new.float())
-        else:
-            part.parameter.copy_(new)
+        name = part.binding.name
+        _write_part(part, engine.rule, values[name], moments.get(name, {}))
 
 
-def _read_part(
+def _write_part(part: Part, rule: Rule | None, values: Source, moments: Mapping[str, Source]) -> None:
+    count = part.parameter.numel()
+    new = values.read(count)
+    if moments and rule is not None:
+        rule.set_moments(part.planes, {moment: source.read(count) for moment, source in moments.items()})
+    if part.binding.store.states and rule is not None:
+        rule.set_master(part.parameter, part.planes, new.float())
+    else:
+        part.parameter.copy_(new)
+
+
+def read_part(
     part: Part,
     rule: Rule | None,
     values: Mapping[str, Sink],
@@ -147,13 +188,25 @@ def _parts(engine: Engine, access: Access) -> Iterator[Part]:
         for store in unit.stores:
             for k in range(store.run.chunks):
                 with engine.pool.guard(chunks_of(store, k), access):
-                    yield from _parts_of(store, k, of)
+                    yield from parts_of(store, k, of)
 
 
-def _parts_of(store: RunStore, k: int, of: Mapping[int, Binding]) -> Iterator[Part]:
-    parameter = store.parameter(k)
-    planes = store.state(k) if store.states else ()
-    for segment in store.run.segments(k):
+def parts_of(store: RunStore, k: int, of: Mapping[int, Binding]) -> Iterator[Part]:
+    """The parts of one chunk, under a guard of it."""
+    for segment in places_of(store.run, k):
+        yield part_of(store, k, segment, of)
+
+
+def part_of(store: RunStore, k: int, place: Segment, of: Mapping[int, Binding]) -> Part:
+    """The part of one chunk at a place, under a guard of it."""
+    part = slice(place.start, place.stop)
+    planes = tuple(plane[part] for plane in store.state(k)) if store.states else ()
+    return Part(of[place.slot.index], store.parameter(k)[part], planes, place.first)
+
+
+def places_of(run: Run, k: int) -> Iterator[Segment]:
+    """Where the parts of a chunk lie in it."""
+    for segment in run.segments(k):
         for start in range(segment.start, segment.stop, PART):
-            part = slice(start, min(start + PART, segment.stop))
-            yield Part(of[segment.slot.index], parameter[part], tuple(plane[part] for plane in planes))
+            stop = min(start + PART, segment.stop)
+            yield Segment(segment.slot, start, stop, segment.first + start - segment.start)

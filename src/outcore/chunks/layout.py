@@ -12,6 +12,11 @@ counted from the start of the run: the sums of squares that make the gradient no
 block, so a norm never depends on the chunk size. A parameter larger than a chunk simply
 spans several: chunks of a run are neighbours in memory on the tier that computes.
 
+Of a run that is sharded a rank keeps a *window*: a run of its own, which holds the elements of one range. Its chunks
+are the pieces of the run's chunks that lie in the range, so cuts still fall on whole blocks of the run. A range may
+begin and end within a block: the sum of squares of such a block is taken in two parts, by whoever keeps them, and by
+those who keep all of it too (`Run.seams`), so that the norm does not depend on who keeps what.
+
 An update rule that must see a parameter as a whole (a foreign optimizer, a factored moment) asks for *whole*
 parameters: then a cut falls only where a parameter starts, and a large parameter makes a large chunk.
 """
@@ -21,7 +26,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -39,7 +45,7 @@ class Slot:
     Attributes:
         index: the parameter's number within the engine.
         shape: its shape.
-        offset: first element within the run.
+        offset: first element within the run; below zero where it begins before a window.
     """
 
     index: int
@@ -67,7 +73,11 @@ class Run:
     """A flat array of one dtype holding whole parameters of a unit.
 
     Attributes:
+        slots: all parameters, also those of which a window holds nothing.
         cuts: the first element of each chunk.
+        first: where a window begins in its run; 0 for a run that is kept whole.
+        whole: the run that this is a window of, if it is one.
+        seams: elements at which sums of squares are divided, beside whole blocks.
     """
 
     dtype: torch.dtype
@@ -75,6 +85,9 @@ class Run:
     slots: tuple[Slot, ...]
     numel: int
     cuts: tuple[int, ...]
+    first: int = 0
+    whole: Run | None = None
+    seams: tuple[int, ...] = ()
 
     @property
     def chunks(self) -> int:
@@ -102,8 +115,58 @@ class Run:
         """The chunks that hold a parameter."""
         if slot.numel == 0:
             return range(0)
-        last = slot.offset + slot.numel - 1
-        return range(bisect_right(self.cuts, slot.offset) - 1, bisect_right(self.cuts, last))
+        low, high = max(slot.offset, 0), min(slot.offset + slot.numel, self.numel)
+        if low >= high:
+            return range(0)
+        return range(bisect_right(self.cuts, low) - 1, bisect_right(self.cuts, high - 1))
+
+    def overlapping(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The chunks that hold elements [start, stop): number, first and one past the last element within it."""
+        for k in range(max(bisect_right(self.cuts, start) - 1, 0), self.chunks):
+            low, high = self.extent(k)
+            if low >= stop:
+                return
+            if max(low, start) < min(high, stop):
+                yield k, max(low, start) - low, min(high, stop) - low
+
+    def stretches(self, chunk: int) -> list[tuple[int, int]]:
+        """What sums of squares are taken of block by block, in elements from the start of the chunk."""
+        start, stop = (edge + self.first for edge in self.extent(chunk))
+        marks = {start, stop}
+        for seam in (start, *self.seams):
+            marks.update(mark for mark in (seam, _round_up(seam, BLOCK)) if start < mark < stop)
+        edges = [mark - start for mark in sorted(marks)]
+        return list(pairwise(edges))
+
+    # -- sharding ---------------------------------------------------------------------------------
+
+    @property
+    def entire(self) -> Run:
+        """The run as all ranks together keep it."""
+        return self.whole or self
+
+    def share(self, ranks: int) -> int:
+        """Elements of an equal slice for each of so many ranks; the last slices may lie beyond the end."""
+        return _round_up(-(-self.numel // ranks), ALIGN)
+
+    def spread(self, slot: Slot, ranks: int) -> list[tuple[int, int]]:
+        """Which elements of a parameter each of so many ranks keeps; nothing if all of them keep all."""
+        if self.whole is None:
+            return []
+        share, offset = self.whole.share(ranks), slot.offset + self.first
+        edges = [min(max(rank * share - offset, 0), slot.numel) for rank in range(ranks + 1)]
+        return list(pairwise(edges))
+
+    def window(self, start: int, stop: int) -> Run:
+        """The part of the run in [start, stop), which may be empty."""
+        start, stop = min(start, self.numel), min(stop, self.numel)
+        cuts = () if start == stop else (0, *(cut - start for cut in self.cuts if start < cut < stop))
+        slots = tuple(replace(slot, offset=slot.offset - start) for slot in self.slots)
+        return Run(self.dtype, self.trained, slots, stop - start, cuts, start, self)
+
+    def seamed(self, share: int) -> Run:
+        """The whole run, its sums of squares divided as where slices of ``share`` elements are kept apart."""
+        return replace(self, seams=tuple(range(share, self.numel, share)))
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,10 @@ from collections.abc import Callable, Iterable, Sequence
 from outcore.chunks.chunk import Chunk, Residence
 from outcore.chunks.guards import Access, Guard, SideGuard
 from outcore.chunks.holdings import Holdings
+from outcore.chunks.refusal import too_small
 from outcore.chunks.replacers import NEVER, Order, Replacer
 from outcore.chunks.traffic import Traffic
-from outcore.errors import BudgetError, StateError, TierError
+from outcore.errors import StateError, TierError
 from outcore.memory.disk import DiskTier
 from outcore.memory.ledger import Ledger
 from outcore.memory.watchdog import Watchdog
@@ -62,8 +63,7 @@ class Pool:
         self._ledger = ledger
         self._disk = disk
         self._budget = budget
-        self._reserved = 0
-        self._ahead = 0
+        self._reserved = self._ahead = self._most_reserved = 0
         self._order = order
         self._replacer = replacer
         self._prefetch = prefetch
@@ -71,11 +71,9 @@ class Pool:
         self._lock = threading.RLock()
         self._changed = Watchdog(self._lock, lambda: "" if disk is None else disk.stalled())
         self._held = Holdings(ledger)
-        self._clock = 0
+        self._clock = self._beside = 0
         self._traffic = Traffic(disk, self._lock)
-        self._beside = 0
         self._needed: frozenset[Chunk] = frozenset()
-        self._most_reserved = 0
         self._failure: BaseException | None = None
         self._closed = False
 
@@ -326,6 +324,18 @@ class Pool:
                 self._changed.wait()
             self._held.borrow(nbytes)
 
+    def borrow_ahead(self, nbytes: int, distance: int) -> bool:
+        """The same for what is used in so many ticks, if what is needed sooner need not leave for it.
+
+        Raises:
+            TierError: the disk refused to take what would have to leave.
+        """
+        with self._lock:
+            ready, ceiling = self._prefetch and self._holds_idle, self._budget - self._ahead
+            room = ready and self._try_room(nbytes, distance, ceiling)
+            self._held.borrow(nbytes if room else 0)
+            return room
+
     def repay(self, nbytes: int) -> None:
         """Give borrowed bytes back."""
         with self._lock:
@@ -420,14 +430,7 @@ class Pool:
         self._report_failure()
         needed = self._held.used + nbytes + self._reserved
         held = sum(c.nbytes for c in self._held if c.pins)
-        raise BudgetError(
-            "host",
-            needed,
-            self._budget,
-            f"{held:,} bytes of chunks are in use and {self._reserved:,} are set aside for activations: "
-            "give the host more, use a smaller batch or recomputation"
-            + ("" if self._disk is not None else ", or add a disk"),
-        )
+        raise too_small(needed, self._budget, held, self._reserved, self._disk is not None)
 
     def _report_failure(self) -> None:
         """Raise what went wrong behind the caller's back: a failed write-back. Its bytes are still here."""

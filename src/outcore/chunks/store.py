@@ -76,6 +76,25 @@ def typed(region: Place, dtype: torch.dtype, elements: int) -> torch.Tensor:
     return region.tensor[: elements * dtype.itemsize].view(dtype)
 
 
+def gradient_store(name: str, run: Run) -> RunStore:
+    """Chunks for a run's gradients alone, before ranks sum them."""
+    count = run.chunks
+
+    def make(itemsize: int) -> tuple[Chunk, ...]:
+        return tuple(
+            Chunk(
+                Kind.GRADIENT,
+                f"{name} own gradients {k + 1}/{count}",
+                reserve(pages((stop - start) * itemsize)),
+            )
+            for k, (start, stop) in enumerate(map(run.extent, range(count)))
+        )
+
+    narrow = make(run.dtype.itemsize)
+    wide = narrow if run.dtype is torch.float32 else make(torch.float32.itemsize)
+    return RunStore(name, run, (), narrow, wide, (), ())
+
+
 Span = Callable[[int, int], Place]
 """Gives the place of the bytes [offset, offset + nbytes) of a run's parameters."""
 

@@ -13,6 +13,7 @@ import torch
 
 import outcore
 from outcore.cli.batches import Batches
+from outcore.cli.ranks import Launch
 from outcore.report.step import Step
 
 
@@ -27,6 +28,8 @@ def train(
     clip: float,
     between: Callable[[], None],
     watch: Callable[[int], AbstractContextManager[None]],
+    launch: Launch,
+    agree: Callable[[float], float],
 ) -> Iterator[Step]:
     """Take optimizer steps, and yield each one's measurements as it ends.
 
@@ -37,6 +40,8 @@ def train(
         clip: largest norm of the gradient, 0 for no clipping.
         between: called between passes, where everything is at rest.
         watch: gives, for the number of a step, what to run it in.
+        launch: this rank, which takes its rows of each batch.
+        agree: gives the mean loss of all ranks for this one's.
     """
     healthy = True
     for number in steps:
@@ -45,7 +50,7 @@ def train(
             start = time.perf_counter()
             losses, batch, tokens = [], [], 0
             for _ in range(accumulate):
-                ids = torch.from_numpy(batches.next()).to(device)
+                ids = torch.from_numpy(launch.rows(batches.next())).to(device)
                 between()
                 loss = model(input_ids=ids, labels=ids).loss
                 between()
@@ -53,17 +58,18 @@ def train(
                 between()
                 losses.append(loss.detach())
                 batch.append(ids)
-                tokens += ids.numel()
+                tokens += ids.numel() * launch.size
             norm = float(optimizer.clip_grad_norm_(clip)) if clip > 0 else None
             lr = float(optimizer.param_groups[0]["lr"])
             optimizer.step()
             optimizer.zero_grad()
-            mean = sum(float(loss) for loss in losses) / accumulate
+            mean = agree(sum(float(loss) for loss in losses) / accumulate)
             seconds = time.perf_counter() - start
             after = outcore.snapshot(model)
         where = optimizer.nonfinite
         if not math.isfinite(mean) and healthy:  # the step was skipped: the weights are what they were
-            bad = next(ids for ids, loss in zip(batch, losses, strict=True) if not math.isfinite(float(loss)))
+            pairs = zip(batch, losses, strict=True)
+            bad = next((ids for ids, loss in pairs if not math.isfinite(float(loss))), batch[-1])
             where = outcore.first_nonfinite(model, input_ids=bad, labels=bad) or where
             found = "in the output of no unit" if where is None else f"first in {where}"
             warnings.warn(f"the loss of step {number} is not finite, {found}", RuntimeWarning, stacklevel=2)

@@ -51,6 +51,7 @@ class Settings:
     keep: int | None = None
     resume: bool = False
     grace: float | None = None
+    sharding: str = "parameters"
 
     def __post_init__(self) -> None:
         options.at_least(2, seq_len=self.seq_len)

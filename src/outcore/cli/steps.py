@@ -11,6 +11,7 @@ import outcore
 from outcore.cli import loop
 from outcore.cli.batches import Batches
 from outcore.cli.keeping import Keeping, Previous
+from outcore.cli.ranks import Launch
 from outcore.cli.settings import Settings
 from outcore.cli.tokens import Given, Trained
 from outcore.report.console import Progressed, show_end, show_plan
@@ -30,6 +31,7 @@ class Steps:
 
     Args:
         traced: the steps that are recorded.
+        launch: this rank; all stop when one is asked to.
         keeping: the run's checkpoints; without them a signal stops it between two passes, and nothing is kept.
     """
 
@@ -43,6 +45,7 @@ class Steps:
         interrupts: outcore.Interrupts,
         console: Console,
         traced: frozenset[int],
+        launch: Launch,
     ) -> None:
         self._settings = settings
         self._built = built
@@ -54,6 +57,8 @@ class Steps:
         self._from: Previous | None = None
         self._plan: dict[str, str] = {}
         self._traced = traced
+        self._launch = launch
+        self._stopping = False
 
     def begin(self, previous: Previous | None) -> None:
         """Load the checkpoint to go on from, if there is one."""
@@ -89,7 +94,7 @@ class Steps:
         tracer = Tracer(self._built.model, settings.log_dir, self._traced)
         metrics = Metrics(settings.log_dir, after)
         with metrics, tracer, Progressed(self._console, numbers) as progress:
-            if not self._is_stopped():
+            if not self._agree(0.0)[1]:
                 for step in loop.train(
                     self._built.model,
                     self._optimizer,
@@ -100,6 +105,8 @@ class Steps:
                     clip=settings.clip,
                     between=self._interrupts.check if keeping is None else lambda: None,
                     watch=tracer.step,
+                    launch=self._launch,
+                    agree=lambda loss: self._agree(loss)[0],
                 ):
                     metrics.write(step)
                     if step.number == numbers.start:
@@ -124,8 +131,17 @@ class Steps:
             )
         self._say_kept(steps[-1].number if steps else numbers.start - 1)
 
-    def _is_stopped(self) -> bool:
+    def _agree(self, loss: float) -> tuple[float, bool]:
+        """The loss over all ranks, and whether any was asked to stop and keep what it has."""
+        loss, self._stopping = self._launch.agreed(self._built.model, loss, self._is_asked())
+        return loss, self._stopping
+
+    def _is_asked(self) -> bool:
         return self._keeping is not None and self._interrupts.asked
+
+    def _is_stopped(self) -> bool:
+        """Whether all ranks stop: one alone needs no agreement, and hears of a signal until the last moment."""
+        return self._stopping or (self._launch.size == 1 and self._is_asked())
 
     def _say_kept(self, step: int) -> None:
         if self._keeping is None:

@@ -16,6 +16,7 @@ from outcore.errors import UsageError
 
 if TYPE_CHECKING:
     from outcore.cli.keeping import Previous
+    from outcore.cli.ranks import Launch
     from outcore.cli.tokens import Given, Trained
     from outcore.integrations.transformers import Built
 
@@ -118,6 +119,13 @@ def train(
             help="After SIGINT or SIGTERM, the time to finish the step and save; 300 by default.",
         ),
     ] = None,
+    sharding: Annotated[
+        str,
+        typer.Option(
+            help="Under torchrun, what each rank keeps only its slice of: parameters (and gradients and the "
+            "optimizer's states), gradients (and states), optimizer (states), or none."
+        ),
+    ] = "parameters",
 ) -> None:
     """Train a language model with its states spread over accelerator, DRAM and disk."""
     with reported():
@@ -147,12 +155,22 @@ def train(
             keep=keep,
             resume=resume,
             grace=grace,
+            sharding=sharding,
         )
         run(settings)
 
 
 def run(settings: Settings) -> None:
-    """Train as the settings say. What can be refused is refused before the model gets any memory."""
+    """Train as the settings say, alone or as one of the ranks that ``torchrun`` started."""
+    from outcore.cli.ranks import launched
+    from outcore.memory.device import find
+
+    with launched(find(settings.device)) as launch:
+        run_rank(launch.settings(settings), launch)
+
+
+def run_rank(settings: Settings, launch: Launch) -> None:
+    """Train on this rank. What can be refused is refused before the model gets any memory."""
     import torch
 
     import outcore
@@ -174,6 +192,8 @@ def run(settings: Settings) -> None:
     from outcore.report.tracer import parse_steps
 
     console = make_console()
+    console.quiet = launch.rank > 0
+    sharding = outcore.Sharding(settings.sharding)  # type: ignore[arg-type]
     device = find(settings.device)
     budget = outcore.Budget(
         device=settings.device_memory, host=settings.host_memory, disk=settings.disk or None
@@ -210,7 +230,9 @@ def run(settings: Settings) -> None:
     torch.manual_seed(settings.seed)
     optimizer = make(found, built.model.parameters(), lr)
     plan = searched(settings, built, optimizer, budget, device)
-    expected = rehearsed(settings, built, optimizer, budget, activations, device, plan)
+    expected = None
+    if launch.size == 1:  # what a rank keeps of a step is not traced yet
+        expected = rehearsed(settings, built, optimizer, budget, activations, device, plan)
     grace = GRACE if settings.grace is None else settings.grace
     patient = keeping is not None
     interrupts = outcore.Interrupts(grace if patient else None, "this step" if patient else "this pass")
@@ -225,11 +247,14 @@ def run(settings: Settings) -> None:
             device=device,
             weights=built.weights,
             plan=plan,
+            sharding=sharding,
         )
         if expected is not None:
             engine_of(built.model).gauge.expect(expected)
+        if launch.rank > 0:  # the first weights are the same on all ranks, what is drawn afterwards is not
+            torch.manual_seed(settings.seed + launch.rank)
         try:
-            steps = Steps(settings, built, optimizer, batches, keeping, interrupts, console, traced)
+            steps = Steps(settings, built, optimizer, batches, keeping, interrupts, console, traced, launch)
             steps.begin(previous)
             steps.plan(describe(settings, built, said, lr, device, plan))
             steps.run(device, tokenizer)

@@ -98,17 +98,19 @@ class Budget:
             return tuple(_disk_path(disk) for disk in self.disk)
         return (_disk_path(self.disk),)
 
-    def limits(self, device_available: int | None) -> Limits:
+    def limits(self, device_available: int | None, sharers: int = 1) -> Limits:
         """The bytes of each tier on this machine, now.
 
         Args:
             device_available: bytes the accelerator has free; ``None`` where computing happens on the host.
+            sharers: processes with such a budget on this machine: what no size is given for is divided among them.
 
         Raises:
             UsageError: a directory can't be used, or a device budget is given and there is no device.
             BudgetError: more is asked for than there is.
         """
-        return Limits(self._device(device_available), self._host(), _disk_limits(self.disks()))
+        disks = _disk_limits(self.disks(), sharers)
+        return Limits(self._device(device_available), self._host(sharers), disks)
 
     def _device(self, available: int | None) -> int | None:
         if available is None:
@@ -122,9 +124,9 @@ class Budget:
             return spare("device", available)
         return _at_most("device", parse_size(self.device), available, "is free on the accelerator")
 
-    def _host(self) -> int:
+    def _host(self, sharers: int) -> int:
         if self.host is None:
-            return spare("host", available_host())
+            return spare("host", available_host() // sharers)
         # Compared with all there is, not with what is free: the model to be moved may fill the host now.
         return _at_most(
             "host",
@@ -187,7 +189,7 @@ def _is_size(text: str) -> bool:
     return True
 
 
-def _disk_limits(disks: Sequence[DiskPath]) -> tuple[DiskLimit, ...]:
+def _disk_limits(disks: Sequence[DiskPath], sharers: int) -> tuple[DiskLimit, ...]:
     """Directories on one file system share its space: first those with a size, the others in equal parts."""
     places = [check_place(disk.path) for disk in disks]
     for index, place in enumerate(places):
@@ -206,7 +208,7 @@ def _disk_limits(disks: Sequence[DiskPath]) -> tuple[DiskLimit, ...]:
         _at_most("disk", asked, free, f"is free in {places[here[0]].path}")
         rest = [k for k in here if k not in limits]
         for k in rest:
-            limits[k] = spare("disk", free - asked) // len(rest)
+            limits[k] = spare("disk", free - asked) // len(rest) // sharers
             if limits[k] == 0:
                 raise BudgetError("disk", 1, 0, f"nothing is free in {places[k].path}: free some space there")
     return tuple(DiskLimit(place.path, limits[k]) for k, place in enumerate(places))

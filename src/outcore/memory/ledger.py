@@ -19,11 +19,14 @@ from torch.profiler import record_function
 from outcore.memory.observer import Mark, Observer, Track, Where
 
 Tier = Literal["device", "host", "disk"]
-Link = Literal["disk read", "disk write", "device in", "device out"]
+Link = Literal["disk read", "disk write", "device in", "device out", "wire"]
 Activity = Literal["compute", "update"]
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 LINKS: tuple[Link, ...] = ("disk read", "disk write", "device in", "device out")
+WIRE: Link = "wire"
+"""The link to other ranks, by bytes received. It is listed where there are any."""
+
 OTHER = "other"
 """The kind of bytes of which nobody said what they are."""
 
@@ -84,6 +87,12 @@ class Ledger:
                 of_kind = self._kinds.get((tier, kind), 0)
                 self._observer.level(tier, kind, of_kind + transient)
                 self._observer.level(tier, kind, of_kind)
+
+    def list_link(self, link: Link) -> None:
+        """From now on snapshots list a link that is not among `LINKS`."""
+        with self._lock:
+            self._moved.setdefault(link, 0)
+            self._waited.setdefault(link, 0.0)
 
     def held(self, tier: Tier) -> int:
         return self._held[tier]

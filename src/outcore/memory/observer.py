@@ -22,9 +22,10 @@ Track = Literal[
     "disk write",
     "device in",
     "device out",
+    "wire",
 ]
 """Where a span belongs: what is computed, who stands still (the training thread, or the device's compute
-stream), and the four links."""
+stream), and the links."""
 
 TRACKS: tuple[Track, ...] = (
     "step",

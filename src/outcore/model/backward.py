@@ -42,11 +42,18 @@ class BackwardPass:
     Args:
         residency: opens and closes units.
         complete: called with a unit when no more of its gradients will come from this pass.
+        over: called at the end of a pass.
     """
 
-    def __init__(self, residency: Residency, complete: Callable[[Unit], None]) -> None:
+    def __init__(
+        self,
+        residency: Residency,
+        complete: Callable[[Unit], None],
+        over: Callable[[], None] = lambda: None,
+    ) -> None:
         self._residency = residency
         self._complete = complete
+        self._over = over
         self._open: dict[Call, None] = {}
         self._awaited: dict[Unit, set[int]] = {}
         self._started = False
@@ -138,7 +145,9 @@ class BackwardPass:
             if awaited:
                 self._complete(unit)
         self._awaited.clear()
-        self._started = False
+        if self._started:
+            self._started = False
+            self._over()
 
 
 def _enclosing(call: Call) -> Iterator[Call]:

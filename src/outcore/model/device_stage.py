@@ -320,6 +320,18 @@ class DeviceStage:
         for store in unit.stores:
             self._descent.send(store)
 
+    def backward_over(self) -> None:
+        pass
+
+    def settle_gradients(self) -> None:
+        self.synchronize()
+
+    def collected(self) -> set[int]:
+        return set()
+
+    def forget_gradients(self) -> None:
+        self.synchronize()
+
     def anticipate(self) -> None:
         self._look_ahead()
 

@@ -14,6 +14,7 @@ from outcore.memory.refusal import allocating
 from outcore.model.backward import BackwardPass
 from outcore.model.trees import change_tensors, tensors_of
 from outcore.optim.updates import Updates
+from outcore.parallel.ranks import Ranks
 from outcore.trace.clock import Clock
 from outcore.trace.gauge import Gauge
 
@@ -34,6 +35,7 @@ class Laps:
         gauge: Gauge,
         backward: BackwardPass,
         updates: Updates,
+        ranks: Ranks,
     ) -> None:
         self._device = device
         self._dtype = dtype
@@ -41,6 +43,7 @@ class Laps:
         self._gauge = gauge
         self._backward = backward
         self._updates = updates
+        self._ranks = ranks
         self._depth = 0
         self._outermost: FrameType | None = None
         self._handles = [
@@ -76,8 +79,9 @@ class Laps:
             size = sum(tensor.numel() for tensor in tensors_of((args, kwargs)))
             self._backward.reset()  # of a pass that raised
             key = ("forward", torch.is_grad_enabled(), module.training)
-            self._gauge.begin(key, size)
-            self._clock.lap((*key, self._updates.outstanding))  # then updates come between the units
+            with self._ranks.telling("the beginning of a forward"):
+                self._gauge.begin(key, size)
+                self._clock.lap((*key, self._updates.outstanding))  # then updates come between the units
         moved: dict[int, torch.Tensor] = {}
 
         def place(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from outcore.model.stage import Stage
 from outcore.model.unit import Unit
 from outcore.optim.gradients import Gradients
 from outcore.optim.updates import Updates
+from outcore.parallel.ranks import Ranks
 from outcore.trace.clock import Clock
 from outcore.trace.gauge import Gauge
 
@@ -31,6 +32,7 @@ class Residency:
         gauge: Gauge,
         updates: Updates,
         ledger: Ledger,
+        ranks: Ranks,
     ) -> None:
         self._stage = stage
         self._gradients = gradients
@@ -38,6 +40,7 @@ class Residency:
         self._gauge = gauge
         self._updates = updates
         self._ledger = ledger
+        self._ranks = ranks
         self._uses: dict[Unit, AbstractContextManager[None]] = {}
         self._views: dict[Unit, Sequence[torch.Tensor]] = {}
 
@@ -51,7 +54,8 @@ class Residency:
         if unit.opened > 1:
             return
         try:
-            with allocating(f"the {phase} of {unit.name}"):
+            doing = f"the {phase} of {unit.name}"
+            with self._ranks.telling(doing), allocating(doing):
                 self._open(unit, phase)
         except BaseException:
             unit.opened -= 1

@@ -47,6 +47,18 @@ class Stage(Protocol):
     def gradients_complete(self, unit: Unit) -> None:
         """No more gradients of this unit come from the current backward."""
 
+    def backward_over(self) -> None:
+        """A backward pass has ended."""
+
+    def settle_gradients(self) -> None:
+        """Bring all gradients of the step to where they are measured: to the host, and summed over ranks."""
+
+    def collected(self) -> set[int]:
+        """Numbers of the parameters whose gradients are still on their way there."""
+
+    def forget_gradients(self) -> None:
+        """Drop those gradients, or bring them where they will be dropped."""
+
     def synchronize(self) -> None:
         """Wait until all gradients have arrived on the host."""
 
@@ -95,6 +107,18 @@ class HostStage:
         for store in unit.stores:
             self._gradients.measure(store)
 
+    def backward_over(self) -> None:
+        pass
+
+    def settle_gradients(self) -> None:
+        pass
+
+    def collected(self) -> set[int]:
+        return set()
+
+    def forget_gradients(self) -> None:
+        pass
+
     def synchronize(self) -> None:
         pass
 
@@ -113,7 +137,8 @@ class HostStage:
         self._occupied = 0
 
 
-def view(flat: torch.Tensor, binding: Binding) -> torch.Tensor:
-    """A parameter within its run's flat tensor."""
+def view(flat: torch.Tensor, binding: Binding, before: int = 0) -> torch.Tensor:
+    """A parameter within its run's flat tensor, in which ``before`` elements lie before those that are kept."""
     slot = binding.slot
-    return flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+    start = before + slot.offset
+    return flat[start : start + slot.numel].view(slot.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +28,25 @@ class Binding:
     store: RunStore
     slot: Slot
     resting: torch.Tensor = field(init=False)
+
+
+def _none(unit: Unit) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Host bytes that a way of computing takes beside chunks.
+
+    Attributes:
+        frame: of a unit, while it is open.
+        working: at any moment of a step.
+        total: between two uses of anything, beside all chunks.
+    """
+
+    frame: Callable[[Unit], int] = _none
+    working: int = 0
+    total: int = 0
 
 
 @dataclass(eq=False)

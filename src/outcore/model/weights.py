@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
+import xxhash
 from torch import nn
 
 from outcore.chunks.pool import Access, Pool
@@ -16,6 +18,7 @@ from outcore.memory.refusal import allocating
 from outcore.model.unit import Binding, Unit
 from outcore.model.units import UnitPlan
 from outcore.optim.kernels import Rule
+from outcore.parallel.ranks import Ranks, World
 
 
 class Source(Protocol):
@@ -37,6 +40,34 @@ class InMemory:
     def values(self, plan: UnitPlan) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in plan.parameters:
             yield name, parameter.detach().cpu()
+
+
+class Compared:
+    """Values that must be the same on all ranks: a digest of each unit is compared.
+
+    Raises:
+        UsageError: they differ; from `values`, on all ranks.
+    """
+
+    def __init__(self, source: Source, world: World) -> None:
+        self._source = source
+        self._world = world
+
+    def beside(self, plan: UnitPlan) -> int:
+        return self._source.beside(plan)
+
+    def values(self, plan: UnitPlan) -> Iterator[tuple[str, torch.Tensor]]:
+        what = f"the first values of {plan.name}"
+        digest = xxhash.xxh3_128()
+        with self._world.telling(what):
+            for name, values in self._source.values(plan):
+                digest.update(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                yield name, values
+        self._world.same(
+            digest.digest(),
+            what,
+            "seed all ranks alike before the model is built, or load its weights from files",
+        )
 
 
 class Initialised:
@@ -138,10 +169,14 @@ def write(binding: Binding, values: torch.Tensor, pool: Pool, rule: Rule | None)
                     store.parameter(k)[part].copy_(piece)
 
 
-def masters(unit: Unit, pool: Pool, rule: Rule | None) -> Iterator[tuple[str, torch.Tensor]]:
+def masters(unit: Unit, pool: Pool, rule: Rule | None, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
     """Each parameter's value in full precision: the fp32 master where there is one."""
     for binding in unit.bindings:
-        yield binding.name, _read(binding.store, binding, pool, rule)
+        what = f"the reading of {binding.name}"
+        with ranks.telling(what):
+            values = _read(binding.store, binding, pool, rule)
+            ranks.complete(values.view(-1), partial(binding.store.run.spread, binding.slot), what)
+        yield binding.name, values
 
 
 @allocating("a parameter in full precision")
@@ -166,19 +201,25 @@ def _read(store: RunStore, binding: Binding, pool: Pool, rule: Rule | None) -> t
 
 
 @allocating("an optimizer state")
-def moments(binding: Binding, pool: Pool, rule: Rule) -> Mapping[str, torch.Tensor]:
+def moments(binding: Binding, pool: Pool, rule: Rule, ranks: Ranks) -> Mapping[str, torch.Tensor]:
     """A trained parameter's moments, by torch's names, in its shape."""
     store, slot = binding.store, binding.slot
-    parts: dict[str, list[torch.Tensor]] = {}
-    for k in store.run.covering(slot):
-        for segment in store.run.segments(k):
-            if segment.slot is slot and store.states:
-                part = slice(segment.start, segment.stop)
-                with pool.guard([store.states[k]], Access.READ):
-                    found = rule.moments(tuple(plane[part] for plane in store.state(k)))
-                    for name, tensor in found.items():
-                        parts.setdefault(name, []).append(tensor.clone())
-    return {name: torch.cat(pieces).view(slot.shape) for name, pieces in parts.items()}
+    found: dict[str, torch.Tensor] = {}
+    what = f"the reading of the moments of {binding.name}"
+    with ranks.telling(what):
+        for k in store.run.covering(slot):
+            for segment in store.run.segments(k):
+                if segment.slot is slot and store.states:
+                    part = slice(segment.start, segment.stop)
+                    at = slice(segment.first, segment.first + segment.stop - segment.start)
+                    with pool.guard([store.states[k]], Access.READ):
+                        for name, values in rule.moments(tuple(p[part] for p in store.state(k))).items():
+                            found.setdefault(name, values.new_zeros(slot.numel))[at] = values
+        names = rule.moments(tuple(torch.empty(0, dtype=dtype) for _, dtype in store.planes))
+        for name, like in names.items():
+            whole = found.setdefault(name, like.new_zeros(slot.numel))
+            ranks.complete(whole, partial(store.run.spread, slot), what)
+    return {name: values.view(slot.shape) for name, values in found.items()}
 
 
 def has_meta(plans: Sequence[UnitPlan]) -> bool:

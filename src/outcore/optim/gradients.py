@@ -10,13 +10,14 @@ depends on the order of backward passes alone, never on where a chunk lies.
 [Note: Norm]
 Each time a chunk is complete, float64 sums of squares are taken for each block of `BLOCK` elements, while
 its bytes are still at hand. The norm is the square root of their exact sum (`math.fsum`), so it has the same
-bits for every chunk size, tier split and number of threads, and costs no pass of its own.
+bits for every chunk size, tier split and number of threads, and costs no pass of its own. Where ranks keep slices,
+each measures its own, and the sums of all ranks are added in the same way.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -31,10 +32,26 @@ from outcore.optim.kernels import GradTransform, Workers, accumulate, sum_of_squ
 PLAIN = GradTransform()
 
 
-class Gradients:
-    """The gradients that backward passes leave for the next step, over all trained runs."""
+Sums = Callable[[list[float]], list[float]]
+"""From the sums of squares of what is kept here, those of all that is kept anywhere."""
 
-    def __init__(self, stores: Iterable[RunStore], pool: Pool, workers: Workers) -> None:
+
+def just_these(sums: list[float]) -> list[float]:
+    """Everything is kept here."""
+    return sums
+
+
+class Gradients:
+    """The gradients that backward passes leave for the next step, over all trained runs.
+
+    Args:
+        everyones: asked for the sums of all ranks.
+    """
+
+    def __init__(
+        self, stores: Iterable[RunStore], pool: Pool, workers: Workers, everyones: Sums = just_these
+    ) -> None:
+        self._everyones = everyones
         self._stores = tuple(store for store in stores if store.run.trained)
         self._pool = pool
         self._workers = workers
@@ -103,6 +120,48 @@ class Gradients:
             accumulate(store.total(k), values, workers=self._workers)
         self.filled(store, k, slots)
 
+    def add_range(self, store: RunStore, start: int, values: torch.Tensor, slots: Iterable[Slot]) -> None:
+        """Add fp32 gradients, shape [n], to the elements from ``start`` on (zero where a parameter has none)."""
+        done = 0
+        for k, low, high in store.run.overlapping(start, start + values.numel()):
+            self._widen(store, k)
+            with self._pool.guard([store.totals[k]], self._access(store.totals[k])):
+                piece = values[done : done + high - low]
+                accumulate(store.total(k)[low:high], piece, workers=self._workers)
+            self._unmeasured.setdefault(store, set()).add(k)
+            done += high - low
+        self._now.present.update(slot.index for slot in slots)
+
+    # -- handed on --------------------------------------------------------------------------------
+
+    def is_wide(self, store: RunStore) -> bool:
+        """Whether any of a run's gradients is a sum in fp32."""
+        return any(self._now.is_wide(store, k) for k in range(store.run.chunks))
+
+    def read_range(self, store: RunStore, start: int, out: torch.Tensor) -> None:
+        """Copy the gradients of the elements from ``start`` on to ``out``, shape [n]; zeros where there are none."""
+        out.zero_()
+        for k, low, high in store.run.overlapping(start, start + out.numel()):
+            if self._now.has(store, k):
+                with self._pool.guard([self._now.chunk(store, k)], Access.READ):
+                    at = store.run.extent(k)[0] + low - start
+                    out[at : at + high - low].copy_(self._now.values(store, k)[low:high])
+
+    def forget(self, store: RunStore) -> None:
+        """Drop the gradients of one run."""
+        for k in range(store.run.chunks):
+            chunks = {store.gradients[k], store.totals[k]}
+            self._pool.discard(chunks & self._now.begun)
+            self._now.begun -= chunks
+            self._now.wide -= chunks
+        self._now.present.difference_update(slot.index for slot in store.run.slots)
+        self._unmeasured.pop(store, None)
+
+    @property
+    def collected(self) -> set[int]:
+        """Numbers of the parameters that received a gradient since the last `take` or `clear`."""
+        return set(self._now.present)
+
     def _access(self, chunk: Chunk) -> Access:
         """Nothing of a chunk's last step is read back."""
         if chunk in self._now.begun:
@@ -135,9 +194,12 @@ class Gradients:
 
     def _squares(self, store: RunStore, k: int, transform: GradTransform) -> torch.Tensor:
         values = self._now.values(store, k)
-        sums = torch.zeros(-(-values.numel() // BLOCK), dtype=torch.float64)
-        sum_of_squares(values, sums, transform=transform, workers=self._workers)
-        return sums
+        found = []
+        for start, stop in store.run.stretches(k):
+            sums = torch.zeros(-(-(stop - start) // BLOCK), dtype=torch.float64)
+            sum_of_squares(values[start:stop], sums, transform=transform, workers=self._workers)
+            found.append(sums)
+        return torch.cat(found)
 
     @allocating("the norm of the gradients")
     def sum_of_squares(self, transform: GradTransform = PLAIN) -> float:
@@ -155,6 +217,7 @@ class Gradients:
             for (store, k), _ in self._ordered():
                 with self._pool.guard([self._now.chunk(store, k)], Access.READ):
                     sums += self._squares(store, k, transform).tolist()
+        sums = self._everyones(sums)
         if not all(map(math.isfinite, sums)):
             return math.nan if any(map(math.isnan, sums)) else math.inf
         return math.fsum(sums)

@@ -36,6 +36,7 @@ from outcore.model.trees import tensors_of
 from outcore.model.unit import Unit
 from outcore.model.units import Point
 from outcore.optim.updates import NoUpdates
+from outcore.parallel.ranks import Alone
 from outcore.planning.recorder import WITHIN, Recorder, Span
 from outcore.planning.work import Work
 from outcore.trace.profile import Profile
@@ -217,7 +218,7 @@ def _hang(
     here: Any = _Here()
     clock: Any = recorder
     updates = NoUpdates()
-    residency = Residency(here, clock, here, cast(Any, recorder), updates, Ledger())
+    residency = Residency(here, clock, here, cast(Any, recorder), updates, Ledger(), Alone())
     backward = BackwardPass(residency, recorder.complete)
     blocks = [i for p in points if p.block for i in p.units]
     recorder.last_block = max(blocks, default=-1)
@@ -242,7 +243,8 @@ def _hang(
     with warnings.catch_warnings():  # of what a run will warn of itself
         warnings.simplefilter("ignore")
         undo += filter(None, [slice_loss(model, activations)])
-    undo.append(Laps(model, torch.device("cpu"), dtype, clock, cast(Any, recorder), backward, updates).remove)
+    gauge, cpu = cast(Any, recorder), torch.device("cpu")
+    undo.append(Laps(model, cpu, dtype, clock, gauge, backward, updates, Alone()).remove)
     for parameter, (_, binding) in places.items():
         binding.resting = parameter.data
         if parameter.requires_grad:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from outcore.chunks.chunk import Chunk
 from outcore.errors import BudgetError
 from outcore.memory.sizes import format_size
-from outcore.model.unit import Unit
+from outcore.model.unit import Extra, Unit
 from outcore.model.units import Point
 
 
@@ -35,12 +35,14 @@ class Needs:
     device: int
 
 
-def needs(units: Sequence[Unit], points: Sequence[Point], sliced: bool) -> Needs:
+def needs(units: Sequence[Unit], points: Sequence[Point], sliced: bool, extra: Extra | None = None) -> Needs:
     """What a training step (or an inference, if nothing is trained) needs for chunks.
 
     Args:
         sliced: blocks sum their gradients over slices, in fp32.
+        extra: what is needed beside chunks; nothing if not given.
     """
+    extra = extra or Extra()
     around = [p for p in points if any(q is not p and _inside(q, p) for q in points)]
     base = {units[i] for p in around for i in p.units}
     working, largest, device = 0, "", 0
@@ -54,7 +56,8 @@ def needs(units: Sequence[Unit], points: Sequence[Point], sliced: bool) -> Needs
             if s.run.trained
         ]
         device = max(device, frames + max(runs, default=0))
-        nbytes = sum(u.nbytes for u in opened) + max((_gradient(u) for u in opened), default=0)
+        nbytes = sum(u.nbytes + extra.frame(u) for u in opened) + extra.working
+        nbytes += max((_gradient(u) for u in opened), default=0)
         if nbytes > working:
             working, largest = nbytes, point.name
     for unit in units:
@@ -62,7 +65,7 @@ def needs(units: Sequence[Unit], points: Sequence[Point], sliced: bool) -> Needs
         if nbytes > working:
             working, largest = nbytes, f"the update of {unit.name}"
     update = sum(u.nbytes for u in base) + max(map(_update, units), default=0)
-    total = sum(
+    total = extra.total + sum(
         _bytes(store.parameters) + _bytes(store.states) + _bytes(store.gradients)
         for unit in units
         for store in unit.stores

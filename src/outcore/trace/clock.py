@@ -14,12 +14,14 @@ class Clock:
 
     Attributes:
         count: laps and ticks so far: where it stands still, nobody trains.
+        now: the key of the newest tick.
     """
 
     def __init__(self, schedule: Schedule, pool: Pool) -> None:
         self._schedule = schedule
         self._pool = pool
         self.count = 0
+        self.now: Hashable = None
 
     def lap(self, key: Hashable) -> bool:
         """A lap begins. Returns whether a lap with this key was recorded before."""
@@ -33,6 +35,7 @@ class Clock:
         """A use begins; called before its guard is asked for."""
         with self._pool.lock:
             self.count += 1
+            self.now = key
             self._schedule.advance(key, needs)
             self._pool.advance(needs)
 

@@ -79,6 +79,7 @@ class MeteredGauge:
         roomy: whether all chunks together take a small part of the budget.
         outside: called with the storage address of every tensor an operator reads, in measured laps.
         settled: called when a lap is over, to give back what its activations left behind.
+        refused: called with what is raised because activations don't fit.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class MeteredGauge:
         roomy: bool,
         outside: Callable[[int], None],
         settled: Callable[[], None],
+        refused: Callable[[BudgetError], None] = lambda error: None,
     ) -> None:
         self._device = device
         self._tier: Tier = tier
@@ -100,6 +102,7 @@ class MeteredGauge:
         self._roomy = roomy
         self._outside = outside
         self._settled = settled
+        self._tell_refused = refused
         self._known: dict[Hashable, Profile] = {}
         self._profile: Profile | None = None
         self._position = 0
@@ -173,13 +176,15 @@ class MeteredGauge:
         if live > self._reserved:
             if self._owner.pinned + live > self._budget:
                 self._refused = True
-                raise BudgetError(
+                error = BudgetError(
                     self._tier,
                     self._owner.pinned + live,
                     self._budget,
                     f"{live:,} bytes of that are activations and temporaries, so far: give the {self._tier} more, "
                     "use a smaller batch or recomputation",
                 )
+                self._tell_refused(error)
+                raise error
             room = self._budget - self._owner.pinned
             more = self._largest if self._expected is None else 0
             self._reserve(min(live + more // 2, room), min(live + more, room))

@@ -18,7 +18,7 @@ from outcore.checkpoint.dcp.blobs import Archive, Stream
 from outcore.checkpoint.dcp.data import LIMIT
 from outcore.checkpoint.dcp.metadata import NAME, Content, Stored, parse
 from outcore.checkpoint.files import Files, read_all, reading
-from outcore.checkpoint.model import end_previous, engine_with, persistent_buffers, refuse_open
+from outcore.checkpoint.model import end_previous, engine_with, persistent_buffers, refuse_open, refuse_ranks
 from outcore.engine import Engine
 from outcore.errors import CheckpointError, ModelError, TierError, UsageError
 from outcore.memory.refusal import allocating
@@ -59,6 +59,7 @@ def from_dcp(
         raise UsageError("the states of a Foreign optimizer can't be read from torch.distributed.checkpoint")
     engine = engine_with(model, optimizer)
     refuse_open(engine)
+    refuse_ranks(engine, "from_dcp")
     with _opened(Path(path)) as directory:
         load = _Load(engine, directory, engine.optimizer if optimizer is not None else None)
         load.match(model_key, optimizer_key)

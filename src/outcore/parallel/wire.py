@@ -1,0 +1,115 @@
+"""Bytes between the ranks of one group. Nothing is computed here, so nothing is rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+from outcore.errors import PeerError
+from outcore.memory.ledger import WIRE, Ledger
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+Lost = Callable[[str, str], PeerError]
+"""From what was to be done and what was heard: the error that says who is missing."""
+
+
+class Wire:
+    """Collectives of one process group, on tensors of the host.
+
+    Args:
+        group: the process group.
+        members: the global numbers of its ranks, in the group's order.
+        lost: called when a connection broke.
+        beside: collectives run beside the training thread, which does not wait for them here.
+
+    Attributes:
+        number: this rank's place in the group.
+        size: how many ranks it has.
+        ledger: told of the bytes that are received.
+    """
+
+    def __init__(self, group: Any, members: list[int], lost: Lost, beside: bool = False) -> None:
+        self.group = group
+        self.members = members
+        self.size = len(members)
+        self.number = members.index(dist.get_rank())
+        self.ledger: Ledger | None = None
+        self._lost = lost
+        self._beside = beside
+
+    def gather(self, whole: torch.Tensor, what: str) -> None:
+        """Bring everyone's part.
+
+        Args:
+            whole: contiguous, as many equal parts as there are ranks; this rank's is there already.
+            what: for messages.
+        """
+        data = _bytes(whole)
+        part = data.numel() // self.size
+        own = data[self.number * part : (self.number + 1) * part]
+        self._run(what, part, lambda: _all_gather(data, own, group=self.group))
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, what: str) -> None:
+        """Give each rank its part, and get each rank's for this one.
+
+        Args:
+            received, sent: contiguous, as many equal parts as there are ranks.
+            what: for messages.
+        """
+        into, out = _bytes(received), _bytes(sent)
+        part = out.numel() // self.size
+        self._run(what, part, lambda: dist.all_to_all_single(into, out, group=self.group))
+
+    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
+        """Give everyone what the rank at place ``source`` has; contiguous."""
+        data = _bytes(tensor)
+        part = 0 if source == self.number else data.numel()
+        found = self.members[source]
+        self._run(what, part, lambda: dist.broadcast(data, found, group=self.group), factor=1)
+
+    def hand(self, tensor: torch.Tensor, source: int, target: int, what: str) -> None:
+        """Give the rank at place ``target`` what the one at ``source`` has; the others have no part in it."""
+        data = _bytes(tensor)
+        if source == target or not data.numel():
+            return
+        there, here = self.members[source], self.members[target]
+        if self.number == source:
+            self._run(what, 0, lambda: dist.send(data, here, group=self.group), factor=1)
+        elif self.number == target:
+            self._run(what, data.numel(), lambda: dist.recv(data, there, group=self.group), factor=1)
+
+    def hang_up(self) -> None:
+        """Break the connections, so that whoever waits for this rank hears of it now."""
+        group, self.group = self.group, None
+        if group is not None:
+            with suppress(Exception):
+                dist.destroy_process_group(group)
+
+    def _run(self, what: str, part: int, collective: Callable[[], Any], factor: int | None = None) -> None:
+        if self.size == 1 or (part == 0 and factor is None):
+            return
+        heard = "" if self.group is not None else "this rank has hung up"
+        if not heard:
+            try:
+                self._collect(collective)
+            except RuntimeError as error:
+                heard = str(error) or type(error).__name__
+        if heard:  # the error is gone by now, and its frames with it: they would keep the connections open
+            raise self._lost(what, heard.splitlines()[0][:160])
+        if self.ledger is not None:
+            self.ledger.moved(WIRE, part * (self.size - 1 if factor is None else factor))
+
+    def _collect(self, collective: Callable[[], Any]) -> None:
+        waiting = nullcontext() if self.ledger is None or self._beside else self.ledger.waiting(WIRE)
+        with waiting, _disable_current_modes(), torch.no_grad():
+            collective()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

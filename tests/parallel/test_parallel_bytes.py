@@ -1,0 +1,136 @@
+"""What sharding saves and what it costs: memory per rank falls as 1/W, bytes on the wire are the least there can be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import outcore
+from exact.shapes import Stack
+from outcore.engine import engine_of
+from parallel.loops import Way, offloaded, train
+from parallel.test_parallel_matrix import off, same
+from parallel.together import Place, Team, alone, values
+
+LARGE = Way(host="256MiB", clip=None, steps=1)
+
+
+def large() -> nn.Module:
+    torch.manual_seed(7)
+    return Stack(12)
+
+
+def count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def measured(place: Place) -> dict[str, Any]:
+    """Bytes held between steps, and bytes received in a step."""
+    found = {}
+    for stage in place.settings["stages"]:
+        way = Way(stage, host="256MiB", clip=None, steps=1, precision=place.settings["precision"])
+        model = large()
+        optimizer = offloaded(model, way, place)
+        _steps(model, optimizer, place, 1)
+        before = outcore.snapshot(model)
+        _steps(model, optimizer, place, 2)
+        after = outcore.snapshot(model)
+        engine_of(model).settle()
+        moved = (after.moved.get("wire", 0) - before.moved.get("wire", 0)) / 2
+        found[stage] = {"held": outcore.snapshot(model).held["host"], "wire": moved}
+        outcore.release(model)
+    return found
+
+
+def _steps(model: Any, optimizer: Any, place: Place, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.ones(1, 2, 32)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("precision", "width", "states"), [("fp32", 4, 8), ("bf16", 2, 10)])
+def test_memory_and_wire(precision: str, width: int, states: int, two: Team, tmp_path: Path) -> None:
+    stages = ("none", "optimizer", "gradients", "parameters")
+    n, ranks = count(large()), 2
+    for found in values(two.run(measured, tmp_path, stages=stages, precision=precision)):
+        table = {
+            "none": (width + states) * n,
+            "optimizer": (width + states) * n / ranks + width * n,
+            "gradients": (width + states) * n / ranks + width * n,
+            "parameters": (width + states) * n / ranks,
+        }
+        share = (ranks - 1) / ranks * n
+        least = {
+            "none": share * (width + 4),  # sums come back in fp32, as they are kept
+            "optimizer": share * 2 * width,
+            "gradients": share * 2 * width,
+            "parameters": share * 3 * width,
+        }
+        for stage in stages:
+            held = found[stage]["held"]
+            if stage in ("optimizer", "gradients"):  # gone with the step, gathered by the next
+                held += width * n
+            assert held == pytest.approx(table[stage], rel=0.05), stage
+            assert least[stage] <= found[stage]["wire"] <= 1.02 * least[stage], stage
+
+
+def loaded(place: Place) -> int:
+    with torch.device("meta"):
+        model = Stack(12)
+    way = Way(host="256MiB")
+    offloaded(model, way, place, weights=place.path / "weights")
+    held = outcore.snapshot(model)
+    weights = {name: crc32(value.numpy().tobytes()) for name, value in outcore.weights(model)}
+    outcore.release(model)
+    assert weights == place.settings["expected"]
+    return max(held.peak["host"], held.held["host"])
+
+
+def test_loading_does_not_multiply(four: Team, tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    model = large()
+    state = {name: p.detach() for name, p in model.named_parameters()}
+    save_file(state, str(tmp_path / "weights" / "model.safetensors"))
+    expected = {name: crc32(value.numpy().tobytes()) for name, value in state.items()}
+    peaks = values(four.run(loaded, tmp_path, expected=expected))
+    assert sum(peaks) <= 1.1 * alone(loaded, tmp_path, expected=expected)
+
+
+def hybrid(place: Place) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = None if place.ranks == 1 else init_device_mesh("cpu", (2, 2))
+    torch.manual_seed(7)
+    model = Stack(3)
+    optimizer = outcore.AdamW(model.parameters(), lr=2e-3)
+    outcore.offload(
+        model,
+        optimizer,
+        budget=outcore.Budget(host="64MiB"),
+        precision=outcore.Precision("fp32"),
+        device="cpu",
+        sharding=None if mesh is None else outcore.Sharding(mesh=mesh, timeout=20),
+    )
+    found = train(model, optimizer, Way(steps=2), place)
+    found["held"] = outcore.snapshot(model).held["host"]
+    outcore.release(model)
+    return found
+
+
+def test_hybrid(four: Team, tmp_path: Path) -> None:
+    """Two replicas of two slices each."""
+    found = values(four.run(hybrid, tmp_path))
+    expected = alone(hybrid, tmp_path)
+    for rank in found:
+        assert rank["norms"] == found[0]["norms"]
+        assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-6)
+        assert same(rank, found[0])
+        assert off(rank["weights"], expected["weights"]) < 1e-6
+        assert rank["held"] == pytest.approx(expected["held"] / 2, rel=0.1)

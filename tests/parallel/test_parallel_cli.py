@@ -1,0 +1,57 @@
+"""``outcore train`` under ``torchrun``: one log, the losses of one process, and any number of ranks goes on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.calling import metrics, outcore, text
+
+
+def torchrun(ranks: int, path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    script = path / "script.py"
+    script.write_text("from outcore.cli.main import run\nif __name__ == '__main__':\n    run()\n")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(script)]
+    return subprocess.run(
+        [sys.executable, *launcher, *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def arguments(path: Path, steps: int, name: str) -> list[object]:
+    flags = "train --model gpt2-tiny --device cpu --host-memory 96MiB --seq-len 32 --batch-size 4 --precision fp32"
+    data = ["--data", path / "words.txt", "--log-dir", path / name, "--steps", steps]
+    return [*flags.split(), *data, "--lr", "0.001", "--accumulate", "2"]
+
+
+def test_two_ranks_train_and_one_goes_on(tmp_path: Path) -> None:
+    text(tmp_path)
+    alone = outcore(*arguments(tmp_path, 5, "alone"))
+    assert alone.exit_code == 0, alone.output
+    keep = ["--checkpoint", tmp_path / "kept", "--every", 3]
+    two = torchrun(2, tmp_path, *arguments(tmp_path, 3, "two"), *keep)
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.count("gpt2-tiny") == 1
+    resumed = outcore(*arguments(tmp_path, 5, "two"), *keep, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    expected, found = metrics(tmp_path / "alone"), metrics(tmp_path / "two")
+    assert [row["step"] for row in found] == [1, 2, 3, 4, 5]
+    for row, other in zip(found, expected, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert row["tokens"] == other["tokens"]
+
+
+@pytest.mark.slow
+def test_a_batch_that_can_not_be_divided(tmp_path: Path) -> None:
+    text(tmp_path)
+    odd = torchrun(2, tmp_path, *arguments(tmp_path, 1, "odd"), "--batch-size", 3)
+    assert odd.returncode != 0
+    assert "can't be divided among 2" in odd.stderr
