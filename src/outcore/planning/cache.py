@@ -305,7 +305,7 @@ class Cache:
             self.wait("disk write")
         if piece.on_host:
             self._resident.pop(piece, None)
-            self._warm[piece] = None  # see [Note: Warm pages] in outcore.chunks.holdings
+            self._warm[piece] = None  # a note in outcore.chunks.holdings says why
             if not self.holding:
                 self._cool()
         piece.residence = Residence.EMPTY
