@@ -115,10 +115,14 @@ def test_slices_need_less_and_are_named() -> None:
 
 
 def test_a_loss_in_slices_needs_less() -> None:
-    rows = 32 * 24
-    whole = rehearsed(activations=outcore.Activations("recompute"))
-    sliced = rehearsed(activations=outcore.Activations("recompute", loss_slice=rows // 8))
-    assert sliced.activations < whole.activations
+    model = shape("gpt2").model
+    whole, sliced = (
+        rehearse(
+            model, None, ids(2, 256), on_host=True, activations=outcore.Activations("recompute", None, part)
+        )
+        for part in (None, 64)
+    )
+    assert sliced.activations < 0.8 * whole.activations  # the gradient of the head is there as a whole
     assert sliced.least.host < whole.least.host
 
 
