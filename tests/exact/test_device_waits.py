@@ -88,7 +88,7 @@ WAITS = {
     "await gradients": without(Descent, "_await_gradients"),
     "await arrival": without(Descent, "_await_arrival"),
     "poll of arrivals": hasty("copy_out"),
-    "before the norm": unsynchronised("sum_of_squares"),
+    "before the norm": unsynchronised("settle_gradients"),
 }
 
 
