@@ -90,7 +90,9 @@ class Engine:
             self.ledger.budget["disk"] = disk_bytes
         self.disk = DiskTier.open(limits.disk, ledger=self.ledger) if limits.disk else None
         schedule = Schedule()
-        self.pool = Pool(self.ledger, self.disk, limits.host, schedule, Belady(schedule), prefetch)
+        self.pool = Pool(
+            self.ledger, self.disk, limits.host, schedule, Belady(schedule), prefetch, found.working
+        )
         self.clock = Clock(schedule, self.pool)
         stores = [store for unit in self.units for store in unit.stores]
         self.gradients = Gradients(stores, self.pool, workers(), self.ranks.all_sums)

@@ -47,7 +47,6 @@ def _kill() -> None:
 
 
 def _terminate() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -79,6 +78,7 @@ def _strike(where: Any, name: str, at: int, strike: Callable[[], None]) -> None:
 def failing(place: Place) -> None:
     way = Way(steps=3, host="2500KiB", disk=True)
     if place.rank == BAD:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # here: an update may strike on another thread
         _strike(*POINTS[place.settings["point"]], HOW[place.settings["how"]])
     model = stack()
     optimizer = offloaded(model, way, place)

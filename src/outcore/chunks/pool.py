@@ -49,6 +49,7 @@ class Pool:
         order: the expected order of uses.
         replacer: the eviction policy.
         prefetch: whether to read ahead of use.
+        working: the most bytes that one use needs; what is borrowed ahead of another leaves them.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Pool:
         order: Order,
         replacer: Replacer,
         prefetch: bool = True,
+        working: int = 0,
     ) -> None:
         self._ledger = ledger
         self._disk = disk
@@ -66,7 +68,7 @@ class Pool:
         self._reserved = self._ahead = self._most_reserved = 0
         self._order = order
         self._replacer = replacer
-        self._prefetch = prefetch
+        self._prefetch, self._working = prefetch, working
         self._holds_idle = True
         self._lock = threading.RLock()
         self._changed = Watchdog(self._lock, lambda: "" if disk is None else disk.stalled())
@@ -332,6 +334,7 @@ class Pool:
         """
         with self._lock:
             ready, ceiling = self._prefetch and self._holds_idle, self._budget - self._ahead
+            ready = ready and self.floor >= self._working + nbytes
             room = ready and self._try_room(nbytes, distance, ceiling)
             self._held.borrow(nbytes if room else 0)
             return room
