@@ -82,7 +82,11 @@ def test_without_checkpoints_a_run_stops_and_its_exit_code_tells(
             process.send_signal(number)
             time.sleep(0.01)
         _, said = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, said
+    left = (
+        128 + number,
+        *([-number] if times == 2 else []),
+    )  # the second may come when nobody listens any more
+    assert process.returncode in left, said
     assert f"outcore: {number.name}: stopping at the end of this pass; once more" in said
     assert "Traceback" not in said
     assert names(tmp_path) == {"log", "words.txt"}
@@ -182,7 +186,16 @@ def test_before_the_first_step_there_is_nothing_to_save(
     monkeypatch.setattr(outcore, "offload", interrupted)
     monkeypatch.setattr(outcore, "Interrupts", Noted)
     try:
-        arguments = ("--data", text(tmp_path), "--checkpoint", tmp_path / "run", "--steps", 3)
+        arguments = (
+            "--data",
+            text(tmp_path),
+            "--disk",
+            tmp_path,
+            "--checkpoint",
+            tmp_path / "run",
+            "--steps",
+            3,
+        )
         result = call("train", *TINY, *arguments)
     finally:
         made[0].close()

@@ -140,7 +140,7 @@ def test_gradients_that_are_cleared_do_not_come_later(
     assert norms[0] == norms[1]
     model, optimizer, shape = backward_only(tmp_path)
     with monkeypatch.context() as patch:
-        unsynchronised("clear")(patch)
+        unsynchronised("forget_gradients")(patch)
         with pytest.raises(AssertionError):
             optimizer.zero_grad()
     outcore.release(model)
@@ -153,7 +153,7 @@ def test_a_checkpoint_sees_gradients_on_their_way(
     monkeypatch.setattr(Descent, "poll", lambda self: None)  # nothing lands before it is waited for
     model, optimizer, _ = backward_only(tmp_path, host="1GiB")
     with monkeypatch.context() as patch:
-        unsynchronised("begin")(patch)
+        unsynchronised("_check")(patch)
         assert not engine_of(model).present()
         outcore.save(tmp_path / "mutated", model, optimizer)
     with pytest.raises(StateError):

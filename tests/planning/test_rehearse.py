@@ -122,7 +122,9 @@ def test_a_loss_in_slices_needs_less() -> None:
         )
         for part in (None, 64)
     )
-    assert sliced.activations < 0.8 * whole.activations  # the gradient of the head is there as a whole
+    assert (
+        sliced.activations.peak < 0.8 * whole.activations.peak
+    )  # the gradient of the head is there as a whole
     assert sliced.least.host < whole.least.host
 
 
