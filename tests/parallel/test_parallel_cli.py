@@ -13,12 +13,13 @@ from cli.calling import metrics, outcore, text
 
 
 def torchrun(ranks: int, path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    script = path / "script.py"
+    script, temporary = path / "script.py", path / "temporary"
+    temporary.mkdir(exist_ok=True)
     script.write_text("from outcore.cli.main import run\nif __name__ == '__main__':\n    run()\n")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(script)]
     return subprocess.run(
         [sys.executable, *launcher, *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        env={**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
         timeout=100,
@@ -39,6 +40,7 @@ def test_two_ranks_train_and_one_goes_on(tmp_path: Path) -> None:
     two = torchrun(2, tmp_path, *arguments(tmp_path, 3, "two"), *keep)
     assert two.returncode == 0, two.stderr
     assert two.stdout.count("gpt2-tiny") == 1
+    assert not list((tmp_path / "temporary").glob("outcore*"))
     resumed = outcore(*arguments(tmp_path, 5, "two"), *keep, "--resume")
     assert resumed.exit_code == 0, resumed.output
     expected, found = metrics(tmp_path / "alone"), metrics(tmp_path / "two")

@@ -25,10 +25,12 @@ class Launch:
     Attributes:
         rank: its number.
         size: how many there are.
+        aside: where a rank that keeps no log puts what would be in it; gone when the ranks part.
     """
 
     rank: int = 0
     size: int = 1
+    aside: Path | None = None
 
     def settings(self, settings: Settings) -> Settings:
         """The settings as they are for this rank: the first one alone keeps a log.
@@ -41,10 +43,9 @@ class Launch:
                 f"--batch-size counts the sequences of all ranks together: {settings.batch_size} can't be divided "
                 f"among {self.size}"
             )
-        if self.rank == 0:
+        if self.aside is None:
             return settings
-        nowhere = Path(tempfile.gettempdir(), f"outcore-rank{self.rank}-{os.getpid()}")
-        return replace(settings, log_dir=nowhere, trace_steps="none")
+        return replace(settings, log_dir=self.aside, trace_steps="none")
 
     def rows(self, batch: Any) -> Any:
         """This rank's rows of a batch, shape (batch_size, seq_len)."""
@@ -77,7 +78,11 @@ def launched(device: torch.device) -> Iterator[Launch]:
         raise UsageError(f"several ranks can't compute on {device.type} yet: give --device cpu")
     dist.init_process_group("gloo")
     try:
-        yield Launch(dist.get_rank(), size)
+        if dist.get_rank() == 0:
+            yield Launch(0, size)
+        else:
+            with tempfile.TemporaryDirectory(prefix="outcore-rank-") as aside:
+                yield Launch(dist.get_rank(), size, Path(aside))
     finally:
         with suppress(Exception):  # one that lost its connections has said so already
             dist.destroy_process_group()
