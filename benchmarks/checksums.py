@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 import outcore
+from outcore.engine import engine_of
 from outcore.memory.lane import Lane
 
 
@@ -76,7 +77,8 @@ class Run:
         self.optimizer.clip_grad_norm_(1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        outcore.snapshot(self.model)
+        engine_of(self.model).settle()  # or the updates of one run would go on beside the other's step
+        engine_of(self.model).pool.quiesce()
         self.seconds.append(time.perf_counter() - start)
         self.processor.append(time.process_time() - cpu)
         self.waited.append(self._waited() - before)
