@@ -6,7 +6,7 @@ observer directly, and while there is none a report costs one comparison.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 
@@ -27,19 +27,7 @@ Track = Literal[
 """Where a span belongs: what is computed, who stands still (the training thread, or the device's compute
 stream), and the links."""
 
-TRACKS: tuple[Track, ...] = (
-    "step",
-    "forward",
-    "backward",
-    "read",
-    "update",
-    "waiting",
-    "device waiting",
-    "disk read",
-    "disk write",
-    "device in",
-    "device out",
-)
+TRACKS: tuple[Track, ...] = get_args(Track)
 
 Mark = float | torch.Event
 """A moment: seconds, or an event that a device passes when it gets there."""

@@ -77,15 +77,11 @@ class Site(Protocol):
         """What keeps room for activations."""
 
 
-class HostSite:
-    """The CPU computes where the chunks lie."""
+class Lone:
+    """What a site does where there is one rank: it keeps everything."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.device = torch.device("cpu")
+    def __init__(self) -> None:
         self.ranks: Ranks = Alone()
-        self._limits = limits
-        self._span: Region | None = None
-        self._spans: dict[RunStore, Region] = {}
 
     def share(self, run: Run) -> Run:
         return run
@@ -95,6 +91,17 @@ class HostSite:
 
     def source(self, source: Source) -> Source:
         return source
+
+
+class HostSite(Lone):
+    """The CPU computes where the chunks lie."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__()
+        self.device = torch.device("cpu")
+        self._limits = limits
+        self._span: Region | None = None
+        self._spans: dict[RunStore, Region] = {}
 
     def span(self, run: Run) -> Span:
         self._span = reserve(span_bytes(run))
@@ -222,25 +229,16 @@ def _layout(units: Sequence[Unit], world: World) -> bytes:
     return "\n".join(said).encode()
 
 
-class DeviceSite:
+class DeviceSite(Lone):
     """An accelerator computes; chunks that cross the link lie in page-locked memory."""
 
     def __init__(self, device: torch.device, limits: Limits, prefetch: bool) -> None:
         assert limits.device is not None
+        super().__init__()
         self.device = device
-        self.ranks: Ranks = Alone()
         self._budget = limits.device
         self._prefetch = prefetch
         self._pinned = PinnedMemory(limits.host)
-
-    def share(self, run: Run) -> Run:
-        return run
-
-    def extra(self, units: Sequence[Unit]) -> Extra:
-        return Extra()
-
-    def source(self, source: Source) -> Source:
-        return source
 
     def span(self, run: Run) -> Span:
         return lambda offset, nbytes: self._pinned.region(nbytes)
