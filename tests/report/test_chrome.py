@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from recorded import record
 
 from outcore.errors import UsageError
+from outcore.memory.observer import Track
 from outcore.report.chrome import from_trace, rows, to_trace
 from outcore.report.timeline import Span
 
@@ -29,6 +30,13 @@ def test_events_are_as_the_format_wants_them() -> None:
     threads = {e["tid"]: e["args"]["name"] for e in events(trace, "M") if e["name"] == "thread_name"}
     assert {e["tid"] for e in events(trace, "X")} == threads.keys()
     assert {"compute", "update", "disk read", "disk write", "device in", "step"} <= set(threads.values())
+
+
+@pytest.mark.parametrize("track", get_args(Track))
+def test_whatever_is_reported_is_in_the_trace(track: Track) -> None:
+    made = record(2)
+    made = replace(made, spans=(Span(track, "told of", made.start, made.stop),))
+    assert "told of" in {event["name"] for event in events(to_trace([made]), "X")}
 
 
 def test_spans_of_a_thread_never_overlap() -> None:
