@@ -86,6 +86,33 @@ def test_the_thread_does_them_without_being_asked(tmp_path: Path) -> None:
     outcore.release(model)
 
 
+def test_an_update_that_ends_after_its_tick_is_not_taken_for_the_next_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next step would not foresee it, and read its states when they are asked for."""
+    model, optimizer = offloaded(tmp_path)
+    train(model, optimizer)
+    train(model, optimizer, 1)
+    engine_of(model).settle()
+    late: list[bool] = []
+
+    def apply(pipeline: Pipeline, update: Update, original: object = Pipeline.apply) -> None:
+        if threading.current_thread().name == "outcore-update" and not late:
+            until = time.monotonic() + 20
+            while not update.ticked and time.monotonic() < until:
+                threading.Event().wait(0.001)
+            late.append(update.ticked)
+        original(pipeline, update)  # type: ignore[operator]
+
+    monkeypatch.setattr(Pipeline, "apply", apply)
+    train(model, optimizer, 2)
+    model(floats(3))
+    engine_of(model).settle()
+    assert late == [True]
+    assert not engine_of(model).clock._schedule._fulfilled
+    outcore.release(model)
+
+
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_what_happens_between_a_step_and_the_next_forward(prefetch: bool, tmp_path: Path) -> None:
     """A new learning rate, zero_grad, reading, an evaluation, a second step: none reaches the step before."""

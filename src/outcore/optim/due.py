@@ -47,7 +47,7 @@ class Update:
 
     Attributes:
         progress: changed under the lock of the pipeline.
-        ticked: its unit was asked for. Only the training thread asks and changes it.
+        ticked: its unit was asked for. Only the training thread changes it, under the lock of the pool.
         error: what made it fail.
     """
 

@@ -149,8 +149,9 @@ class Pipeline:
         waited = sum(self._ledger.snapshot().waited.values())
         for update in updates:
             if not update.ticked:  # just before it is done, or the schedule would let its states go
-                self._clock.tick(update.key, (update.gradient, *update.written))
-                update.ticked = True
+                with self._pool.lock:
+                    update.ticked = True
+                    self._clock.tick(update.key, (update.gradient, *update.written))
             self._try(update)
         while not all(update.done for update in updates):
             self._wait(updates)
@@ -220,7 +221,7 @@ class Pipeline:
             raise
         with held:
             self.apply(update)
-        self._clock.fulfil(update.key)
+        self._fulfil(update)
         self.complete(update)
 
     def unclaim(self, update: Update) -> None:
@@ -228,6 +229,12 @@ class Pipeline:
         with self._changed:
             update.progress = Progress.WAITING
             self._changed.notify_all()
+
+    def _fulfil(self, update: Update) -> None:
+        """An update is done ahead of its tick. One that is past can't be meant: the next step's has the same key."""
+        with self._pool.lock:
+            if not update.ticked:
+                self._clock.fulfil(update.key)
 
     def complete(self, update: Update) -> None:
         """The update is done and nobody holds its chunks any more."""
