@@ -373,6 +373,7 @@ def test_the_save_of_a_model_that_is_dropped_is_committed(tmp_path: Path) -> Non
     del model, optimizer
     deadline = time.monotonic() + 30
     while engine() is not None and time.monotonic() < deadline:
+        time.sleep(0.05)  # a collection holds the interpreter, which the threads need
         gc.collect()
     assert saving.done
     assert engine() is None
