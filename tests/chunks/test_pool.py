@@ -16,6 +16,7 @@ from outcore.chunks.replacers import LRU, NEVER, Belady
 from outcore.errors import BudgetError, StateError
 from outcore.memory.blockfile import MemoryFile
 from outcore.memory.disk import DiskTier
+from outcore.memory.frames import Frames
 from outcore.memory.host import PAGE, reserve
 from outcore.memory.ledger import Ledger
 
@@ -41,7 +42,9 @@ def build(replacer: str = "Belady", room: int = ROOM) -> tuple[Pool, list[Chunk]
     disk = DiskTier([MemoryFile(name="memory")], ledger=ledger, budget=1 << 20)
     policy: Any = Belady(order) if replacer == "Belady" else LRU()
     pool = Pool(ledger, disk, room * PAGE, order, policy)
-    return pool, [Chunk(Kind.STATE, f"c{k}", reserve(PAGE)) for k in range(COUNT)], order, disk, ledger
+    frames = Frames()
+    places = [frames.place(PAGE) if k % 2 else reserve(PAGE) for k in range(COUNT)]
+    return pool, [Chunk(Kind.STATE, f"c{k}", place) for k, place in enumerate(places)], order, disk, ledger
 
 
 def fill(chunk: Chunk, value: int) -> None:

@@ -1,16 +1,19 @@
-"""Pages of gradients stay for the next step where there is room, and are no obstacle where there is none."""
+"""Pages of gradients stay for the next step where there is room, and those of what leaves go to what comes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from outcore.chunks.chunk import Chunk, Kind, Residence
 from outcore.chunks.pool import Access, Pool
 from outcore.chunks.replacers import LRU
 from outcore.memory.blockfile import MemoryFile
 from outcore.memory.disk import DiskTier
+from outcore.memory.frames import Frames
 from outcore.memory.host import PAGE, reserve
 from outcore.memory.ledger import Ledger
 from outcore.trace.schedule import Schedule
@@ -90,3 +93,82 @@ def test_none_stay_where_nothing_may(pool: Pool) -> None:
     write(pool, gradient)
     pool.discard([gradient])
     assert pool.used == 0
+
+
+# -- frames -------------------------------------------------------------------------------------------
+
+
+def framed(*sizes: int) -> list[Chunk]:
+    frames = Frames()
+    return [Chunk(Kind.STATE, f"s{k}", frames.place(size * PAGE)) for k, size in enumerate(sizes)]
+
+
+def test_what_is_read_takes_over_the_pages_of_what_leaves(pool: Pool) -> None:
+    chunks = framed(*[1] * (ROOM + 2))
+    for k, each in enumerate(chunks):
+        write(pool, each, value=k + 1)
+    here = {each.region.tensor.data_ptr() for each in chunks if each.on_host}
+    assert len(here) == ROOM
+    for k in (0, 1, *range(ROOM + 2)):
+        with pool.guard([chunks[k]], Access.READ):
+            assert chunks[k].region.tensor.eq(k + 1).all()
+            assert chunks[k].region.tensor.data_ptr() in here  # nothing was given back or taken
+        assert pool.used == ROOM * PAGE
+
+
+def test_an_empty_chunk_finds_zeros_in_another_ones_pages(pool: Pool) -> None:
+    old, new = framed(1, 1)
+    write(pool, old)
+    pool.discard([old])
+    with pool.guard([new], Access.READ):
+        assert pool.warm == 0
+        assert new.region.tensor.eq(0).all()
+
+
+def test_one_that_returns_before_its_pages_were_given_on_is_read_into_them(pool: Pool) -> None:
+    chunks = framed(1, 1)
+    write(pool, *chunks)
+    pool.discard([chunks[1]])
+    assert pool.warm == PAGE
+    write(pool, chunks[1], value=3)
+    assert pool.warm == 0
+    with pool.guard(chunks, Access.READ):
+        assert [int(each.region.tensor[-1]) for each in chunks] == [7, 3]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    uses=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 7), min_size=1, max_size=2, unique=True),
+            st.sampled_from([Access.READ, Access.FRESH, None]),
+        ),
+        max_size=30,
+    )
+)
+def test_chunks_of_different_sizes_share_frames_within_the_ceiling(
+    uses: list[tuple[list[int], Access | None]],
+) -> None:
+    ledger = Ledger()
+    disk = DiskTier([MemoryFile(name="memory")], ledger=ledger, budget=1 << 20)
+    pool = Pool(ledger, disk, 16 * PAGE, Schedule(), LRU())
+    chunks = framed(5, 6, 7, 8, 5, 6, 8, 8)
+    holds = dict.fromkeys(range(8), 0)
+    for number, (chosen, access) in enumerate(uses, 1):
+        those = [chunks[k] for k in chosen]
+        if access is None:
+            pool.discard(those)
+            holds.update(dict.fromkeys(chosen, 0))
+            continue
+        with pool.guard(those, access):
+            assert pool.used <= pool.ceiling
+            for k in chosen:
+                if access is Access.FRESH:
+                    chunks[k].region.tensor.fill_(number)
+                    holds[k] = number
+                assert chunks[k].region.tensor.eq(holds[k]).all()
+        assert pool.used == sum(each.nbytes for each in chunks if each.on_host) + pool.warm
+    assert ledger.snapshot().peak["host"] <= 16 * PAGE
+    pool.close()
+    disk.close()
+    assert ledger.held("host") == 0

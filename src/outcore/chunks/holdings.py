@@ -6,13 +6,18 @@ again costs more than to fill them: the system finds and clears each page, and b
 given them to others meanwhile (measured: 19 ms for 8 MiB that had to come back from there, 0.6 ms for pages at hand,
 0.3 ms for pages that never left). So where the budget has room they stay, counted like any others, and are the first
 to go when something else needs the room.
+
+So are the pages of a chunk that had to leave: they stay until the room is made that it left for. A chunk of the same
+size that comes in takes them over, if both lie in frames (the note in `outcore.memory.frames`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 from outcore.chunks.chunk import Chunk, Residence
+from outcore.memory.frames import Framed
 from outcore.memory.ledger import Ledger
 
 
@@ -28,6 +33,9 @@ class Holdings:
         self._ledger = ledger
         self._chunks: dict[Chunk, None] = {}
         self._warm: dict[Chunk, None] = {}
+        self._framed: defaultdict[int, dict[Chunk, None]] = defaultdict(
+            dict
+        )  # those that others can take, by size
         self.used = 0
         self.borrowed = 0
 
@@ -48,18 +56,27 @@ class Holdings:
     # -- chunks -----------------------------------------------------------------------------------
 
     def take(self, chunk: Chunk, to: Residence) -> None:
-        """A chunk comes to the host; its pages are new, or its own of before, and read as zeros."""
+        """A chunk comes to the host. Unless it is to be read from disk, its bytes read as zeros."""
         chunk.move(to)
         self._chunks[chunk] = None
-        if chunk in self._warm:
-            del self._warm[chunk]
-            chunk.region.tensor.zero_()
-        else:
+        donor = self._donors((chunk,))[0]
+        if donor is None:
             self._hold(chunk, 1)
+            return
+        self._chill(donor)
+        if isinstance(chunk.region, Framed) and isinstance(donor.region, Framed) and donor is not chunk:
+            chunk.region.take_over(donor.region)
+        self._hold(donor, -1)
+        self._hold(chunk, 1)
+        if to is not Residence.READING:
+            chunk.region.tensor.zero_()
 
-    def is_warm(self, chunk: Chunk) -> bool:
-        """Whether the chunk is empty and has pages still, so that it needs no room."""
-        return chunk in self._warm
+    def missing(self, chunks: Sequence[Chunk]) -> int:
+        """Bytes that these chunks need beside what is held, if they come in this order."""
+        return sum(
+            max(0, chunk.nbytes - (0 if donor is None else donor.nbytes))
+            for chunk, donor in zip(chunks, self._donors(chunks), strict=True)
+        )
 
     def give_back(self, chunk: Chunk, to: Residence) -> None:
         """A chunk leaves the host, and so do its pages."""
@@ -70,17 +87,48 @@ class Holdings:
     def empty(self, chunk: Chunk) -> None:
         """A chunk's bytes are worth nothing any more; see [Note: Warm pages]."""
         self._leave(chunk, Residence.EMPTY)
-        self._warm[chunk] = None
+        self._keep_warm(chunk)
 
-    def cool(self) -> bool:
-        """Give back the pages that hold nothing for the longest; false if there are none."""
-        chunk = next(iter(self._warm), None)
+    def vacate(self, chunk: Chunk) -> None:
+        """A chunk whose bytes are on disk leaves for others, which may take over its pages."""
+        if _frame_bytes(chunk):
+            self._leave(chunk, Residence.DISK)
+            self._keep_warm(chunk)
+        else:
+            self.give_back(chunk, Residence.DISK)
+
+    def cool(self, chunks: Sequence[Chunk] = ()) -> bool:
+        """Give back the oldest pages that hold nothing and that these chunks don't need; false if there are none."""
+        donors = self._donors(chunks)
+        chunk = next((chunk for chunk in self._warm if chunk not in donors), None)
         if chunk is None:
             return False
-        del self._warm[chunk]
+        self._chill(chunk)
         chunk.region.release()
         self._hold(chunk, -1)
         return True
+
+    def _donors(self, chunks: Sequence[Chunk]) -> list[Chunk | None]:
+        """Whose warm pages each of these chunks has if they come in this order: its own, another's, or nobody's."""
+        donors: list[Chunk | None] = []
+        for chunk in chunks:
+            if chunk in self._warm and chunk not in donors:
+                donors.append(chunk)
+                continue
+            size = _frame_bytes(chunk)
+            others = self._framed[size] if size else ()
+            donors.append(next((other for other in others if other not in donors), None))
+        return donors
+
+    def _keep_warm(self, chunk: Chunk) -> None:
+        self._warm[chunk] = None
+        if size := _frame_bytes(chunk):
+            self._framed[size][chunk] = None
+
+    def _chill(self, chunk: Chunk) -> None:
+        del self._warm[chunk]
+        if size := _frame_bytes(chunk):
+            del self._framed[size][chunk]
 
     def _leave(self, chunk: Chunk, to: Residence) -> None:
         chunk.move(to)
@@ -97,3 +145,8 @@ class Holdings:
         self.used += nbytes
         self.borrowed += nbytes
         self._ledger.hold("host", nbytes)
+
+
+def _frame_bytes(chunk: Chunk) -> int:
+    """The size of the chunk's frame; 0 if it has an address of its own."""
+    return chunk.region.frame_bytes if isinstance(chunk.region, Framed) else 0

@@ -5,13 +5,8 @@ A chunk's pages belong to the pool. A `Guard` borrows them: while it is open the
 stays where it is, and when it closes the pool may take them back at any time. The pool starts every
 transfer and I/O threads finish it; both only change a chunk's state under the pool's lock.
 
-[Note: Room]
-A chunk that comes in needs room under the ceiling. Clean victims leave at once. Dirty ones are
-written first, and their bytes count until the write is done; the pool keeps as many writes in the air
-as the room asked for. A demand waits for them, a prefetch gives up and is tried again when one ends.
-A prefetch may only push out what is needed later than what it brings, so it never hurts.
-
-The pool is told when things are needed (`Order`) and whom to evict (`Replacer`); it decides neither.
+Where room for a chunk comes from is said in `outcore.chunks.room`. The pool is told when things are needed (`Order`)
+and decides nothing about it.
 """
 
 from __future__ import annotations
@@ -24,6 +19,7 @@ from outcore.chunks.guards import Access, Guard, SideGuard
 from outcore.chunks.holdings import Holdings
 from outcore.chunks.refusal import too_small
 from outcore.chunks.replacers import NEVER, Order, Replacer
+from outcore.chunks.room import Room
 from outcore.chunks.traffic import Traffic
 from outcore.errors import StateError, TierError
 from outcore.memory.disk import DiskTier
@@ -64,10 +60,7 @@ class Pool:
     ) -> None:
         self._ledger = ledger
         self._disk = disk
-        self._budget = budget
-        self._reserved = self._ahead = self._most_reserved = 0
         self._order = order
-        self._replacer = replacer
         self._prefetch, self._working = prefetch, working
         self._holds_idle = True
         self._lock = threading.RLock()
@@ -75,7 +68,7 @@ class Pool:
         self._held = Holdings(ledger)
         self._clock = self._beside = 0
         self._traffic = Traffic(disk, self._lock)
-        self._needed: frozenset[Chunk] = frozenset()
+        self._room = Room(budget, self._held, self._traffic, replacer, self._begin_write, disk is not None)
         self._failure: BaseException | None = None
         self._closed = False
 
@@ -103,12 +96,12 @@ class Pool:
     @property
     def floor(self) -> int:
         """Bytes that were left for chunks where activations took the most so far."""
-        return self._budget - self._most_reserved
+        return self._room.floor
 
     @property
     def ceiling(self) -> int:
         """Bytes the chunks may hold on the host now."""
-        return self._budget - self._reserved
+        return self._room.ceiling
 
     def reserve(self, nbytes: int, ahead: int) -> None:
         """Set ``nbytes`` of the budget aside for what is not a chunk (activations, temporaries).
@@ -117,9 +110,8 @@ class Pool:
         read ahead stays clear of ``ahead`` bytes, which are needed soon.
         """
         with self._lock:
-            self._reserved, self._ahead = nbytes, max(nbytes, ahead)
-            self._most_reserved = max(self._most_reserved, nbytes)
-            self._make_room(0, None)
+            self._room.reserve(nbytes, ahead)
+            self._make_room()
 
     def hold_idle(self, on: bool) -> None:
         """Whether chunks may stay after their use. If not, each tick evicts what is not in use."""
@@ -136,7 +128,7 @@ class Pool:
         while self._held.cool():
             pass
         while True:
-            for chunk in list(self._evictable()):
+            for chunk in list(self._room.evictable()):
                 if chunk.residence is Residence.CLEAN:
                     self._held.give_back(chunk, Residence.DISK)
                 else:
@@ -229,7 +221,7 @@ class Pool:
             absent = [chunk for chunk in chunks if not chunk.on_host]
             ready = (
                 (beyond < 0 or all(chunk.error is None for chunk in absent))
-                and self._try_room(sum(chunk.nbytes for chunk in absent), distance)
+                and self._room.make(distance, newcomers=absent)
                 and claim()
             )
             if ready:
@@ -251,8 +243,8 @@ class Pool:
     def _bring(self, chunk: Chunk, access: Access, overwritten: list[Chunk]) -> None:
         """Start what must happen before the chunk can be used; what is not read back is noted."""
         chunk.error = None
-        if not chunk.on_host and not self._held.is_warm(chunk):
-            self._make_room(chunk.nbytes, chunk)
+        if not chunk.on_host:
+            self._make_room(chunk)
         if chunk.on_host:  # making room waits, and others may have acted meanwhile
             return
         if chunk.residence is Residence.DISK and access is not Access.FRESH:
@@ -289,7 +281,7 @@ class Pool:
                 chunk.pins -= 1
             if self._held.used > self.ceiling:  # room was set aside while they could not leave
                 try:
-                    self._try_room(0, -1)
+                    self._room.make()
                 except TierError as error:
                     self._failure = error  # the next guard raises it
             self._changed.notify_all()
@@ -320,7 +312,7 @@ class Pool:
             BudgetError: they do not fit beside what is pinned.
         """
         with self._lock:
-            while not self._try_room(nbytes, -1):
+            while not self._room.make(nbytes=nbytes):
                 if self._is_quiet():
                     self._refuse(nbytes)
                 self._changed.wait()
@@ -333,9 +325,8 @@ class Pool:
             TierError: the disk refused to take what would have to leave.
         """
         with self._lock:
-            ready, ceiling = self._prefetch and self._holds_idle, self._budget - self._ahead
-            ready = ready and self.floor >= self._working + nbytes
-            room = ready and self._try_room(nbytes, distance, ceiling)
+            ready = self._prefetch and self._holds_idle and self.floor >= self._working + nbytes
+            room = ready and self._room.make(distance, nbytes=nbytes, ahead=True)
             self._held.borrow(nbytes if room else 0)
             return room
 
@@ -353,7 +344,7 @@ class Pool:
         ``needs`` is used now: what the `Order` foresees is its next use, but until then it stays.
         """
         with self._lock:
-            self._needed = frozenset(needs)
+            self._room.needed = frozenset(needs)
             if self._holds_idle:
                 self._pump()
             else:
@@ -367,15 +358,14 @@ class Pool:
         """
         if not self._prefetch or not self._holds_idle or self._closed or self._disk is None:
             return
-        ceiling = self._budget - self._ahead
-        horizon = ceiling // 4
+        horizon = self._room.clear // 4
         for distance, chunk in self._order.upcoming():
             horizon -= chunk.nbytes
             if horizon < 0 and distance > NEAR:
                 return
             if chunk.residence is Residence.DISK and chunk.error is None:
                 try:
-                    if not self._try_room(chunk.nbytes, distance, ceiling):
+                    if not self._room.make(distance, newcomers=(chunk,), ahead=True):
                         return
                     self._begin_read(chunk)
                 except TierError as error:
@@ -384,56 +374,28 @@ class Pool:
 
     # -- room -------------------------------------------------------------------------------------
 
-    def _make_room(self, nbytes: int, newcomer: Chunk | None) -> None:
-        """Wait until ``nbytes`` fit under the ceiling (``newcomer`` is what they are for)."""
-        while not self._try_room(nbytes, -1):
+    def _make_room(self, newcomer: Chunk | None = None) -> None:
+        """Wait until there is room for a chunk, or until no more is held than may be."""
+        newcomers = () if newcomer is None else (newcomer,)
+        while not self._room.make(newcomers=newcomers):
             if newcomer is not None and newcomer.on_host:
                 return
             if self._is_quiet():
                 if newcomer is None:
                     return
-                self._refuse(nbytes)
+                self._refuse(self._held.missing(newcomers))
             with self._ledger.waiting("disk write"):
                 self._changed.wait()
-
-    def _try_room(self, nbytes: int, beyond: int, ceiling: int | None = None) -> bool:
-        """Evict chunks used later than ``beyond`` until ``nbytes`` fit; false if some must still leave."""
-        ceiling = self.ceiling if ceiling is None else ceiling
-        while self._held.used + nbytes > ceiling:
-            if self._held.cool():
-                continue
-            missing = self._held.used + nbytes - ceiling
-            if self._traffic.leaving >= missing:
-                return False
-            idle = [chunk for chunk in self._evictable() if chunk not in self._needed]
-            victim = self._replacer.victim(idle, beyond)
-            if victim is None and beyond < 0:
-                victim = self._replacer.victim(self._evictable(), beyond)
-            if victim is None:
-                return False
-            if victim.residence is Residence.CLEAN:
-                self._held.give_back(victim, Residence.DISK)
-            else:
-                self._begin_write(victim)
-        return True
 
     def _is_quiet(self) -> bool:
         """Whether nothing is under way that will make room."""
         return self._traffic.count == 0 and self._beside == 0
 
-    def _evictable(self) -> Iterable[Chunk]:
-        for chunk in self._held:
-            if chunk.pins == 0 and (
-                chunk.residence is Residence.CLEAN
-                or (chunk.residence is Residence.DIRTY and self._disk is not None and chunk.error is None)
-            ):
-                yield chunk
-
     def _refuse(self, nbytes: int) -> None:
         self._report_failure()
-        needed = self._held.used + nbytes + self._reserved
+        reserved, budget = self._room.reserved, self._room.budget
         held = sum(c.nbytes for c in self._held if c.pins)
-        raise too_small(needed, self._budget, held, self._reserved, self._disk is not None)
+        raise too_small(self._held.used + nbytes + reserved, budget, held, reserved, self._disk is not None)
 
     def _report_failure(self) -> None:
         """Raise what went wrong behind the caller's back: a failed write-back. Its bytes are still here."""

@@ -100,7 +100,13 @@ Span = Callable[[int, int], Place]
 
 
 def build(
-    name: str, run: Run, planes: Sequence[PlaneType], span: Span, working: Reserve, sums: bool = False
+    name: str,
+    run: Run,
+    planes: Sequence[PlaneType],
+    span: Span,
+    working: Reserve,
+    plain: Reserve,
+    sums: bool = False,
 ) -> RunStore:
     """Make the chunks of a run.
 
@@ -111,6 +117,7 @@ def build(
         span: gives the place of each parameter chunk. Where computing happens on the host these are
             neighbours in memory, so that the whole run is one tensor.
         working: makes the regions of gradient chunks (which may have to be reachable by an accelerator).
+        plain: makes the regions of chunks that only the host reads and writes.
         sums: gradients come summed, in fp32: then the chunks of totals must be as reachable.
     """
     count = run.chunks
@@ -137,11 +144,11 @@ def build(
         )
 
     gradients = make(Kind.GRADIENT, run.dtype.itemsize, working)
-    totals = make(Kind.GRADIENT, torch.float32.itemsize, working if sums else reserve)
+    totals = make(Kind.GRADIENT, torch.float32.itemsize, working if sums else plain)
     if run.dtype is torch.float32:
         totals = gradients
     width = sum(dtype.itemsize for _, dtype in planes)
-    states = make(Kind.STATE, width, reserve) if width else ()
+    states = make(Kind.STATE, width, plain) if width else ()
     return RunStore(name, run, parameters, gradients, totals, states, tuple(planes))
 
 

@@ -96,6 +96,13 @@ class Region:
             self.tensor[:whole].zero_()
             self._mapping.madvise(mmap.MADV_FREE, self._offset, whole)
 
+    def end_at(self, nbytes: int) -> None:
+        """Give back the pages behind the first ``nbytes``, and see to it that touching those takes no more."""
+        end = -(-nbytes // PAGE) * PAGE
+        if end < self.nbytes:
+            self._keep_small(end)
+            Region(self._mapping, self.tensor[end:], self._offset + end).release()
+
     def slice(self, offset: int, nbytes: int) -> Region:
         """The part of ``nbytes`` bytes at ``offset``, sharing the memory.
 

@@ -87,7 +87,7 @@ class Assembly:
                 assert self._rule is not None
                 types = self._rule.planes(run.dtype, master_kind(self._rule, run.dtype))
                 planes = tuple((plane.name, plane.dtype) for plane in types)
-            store = build(plan.name, run, planes, site.span(run), site.working(), self._sums)
+            store = build(plan.name, run, planes, site.span(run), site.working(), site.plain(), self._sums)
             site.settle(run, store)
             stores.append(store)
             for slot in run.slots:

@@ -16,6 +16,7 @@ from outcore.chunks.pool import Pool
 from outcore.chunks.store import Reserve, RunStore, Span, gradient_store, span_bytes
 from outcore.memory.budget import Budget, Limits
 from outcore.memory.device import Streams, free_bytes
+from outcore.memory.frames import Frames
 from outcore.memory.heap import give_back
 from outcore.memory.host import Region, reserve
 from outcore.memory.ledger import Ledger
@@ -59,6 +60,9 @@ class Site(Protocol):
     def working(self) -> Reserve:
         """Places for chunks that the device writes."""
 
+    def plain(self) -> Reserve:
+        """Places for chunks that only the host reads and writes."""
+
     def settle(self, run: Run, store: RunStore) -> None:
         """The run that a span was last asked for became this store."""
 
@@ -82,6 +86,7 @@ class Lone:
 
     def __init__(self) -> None:
         self.ranks: Ranks = Alone()
+        self._frames = Frames()
 
     def share(self, run: Run) -> Run:
         return run
@@ -91,6 +96,9 @@ class Lone:
 
     def source(self, source: Source) -> Source:
         return source
+
+    def plain(self) -> Reserve:
+        return self._frames.place
 
 
 class HostSite(Lone):
@@ -108,7 +116,7 @@ class HostSite(Lone):
         return self._span.slice
 
     def working(self) -> Reserve:
-        return reserve
+        return self._frames.place
 
     def settle(self, run: Run, store: RunStore) -> None:
         assert self._span is not None
@@ -172,7 +180,7 @@ class RankedSite(HostSite):
     def span(self, run: Run) -> Span:
         if self._states == "none":
             return super().span(run)
-        return lambda offset, nbytes: reserve(nbytes)  # no chunk is used where it lies
+        return lambda offset, nbytes: self._frames.place(nbytes)  # no chunk is used where it lies
 
     def settle(self, run: Run, store: RunStore) -> None:
         if self._states == "none":

@@ -1,0 +1,116 @@
+"""Room on the host under one budget: which pages go, and which chunk leaves.
+
+[Note: Room]
+A chunk that comes in needs room under the ceiling. Pages that hold nothing go first, then clean victims. Dirty ones
+are written first, and their bytes count until the write is done; as many writes are in the air as the room asked
+for. A demand waits for them, a prefetch gives up and is tried again when one ends. A prefetch may only push out what
+is needed later than what it brings, so it never hurts.
+
+Whom to evict is the `Replacer`'s choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from outcore.chunks.chunk import Chunk, Residence
+from outcore.chunks.holdings import Holdings
+from outcore.chunks.replacers import Replacer
+from outcore.chunks.traffic import Traffic
+
+
+class Room:
+    """Keeps what is held under the ceiling. Used under the pool's lock alone.
+
+    Args:
+        budget: bytes that chunks, and what is set aside, may take.
+        write: begins to write a dirty chunk to disk.
+        has_disk: whether dirty chunks can leave at all.
+
+    Attributes:
+        reserved: bytes set aside for what is not a chunk.
+        needed: chunks in use now, which are the last to leave.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        held: Holdings,
+        traffic: Traffic,
+        replacer: Replacer,
+        write: Callable[[Chunk], None],
+        has_disk: bool,
+    ) -> None:
+        self.budget = budget
+        self.reserved = self._ahead = self._most_reserved = 0
+        self.needed: frozenset[Chunk] = frozenset()
+        self._held = held
+        self._traffic = traffic
+        self._replacer = replacer
+        self._write = write
+        self._has_disk = has_disk
+
+    @property
+    def ceiling(self) -> int:
+        """Bytes that may be held now."""
+        return self.budget - self.reserved
+
+    @property
+    def clear(self) -> int:
+        """Bytes that may be held by what is brought ahead of its use: the rest is needed soon."""
+        return self.budget - self._ahead
+
+    @property
+    def floor(self) -> int:
+        """Bytes that were left where the most was set aside so far."""
+        return self.budget - self._most_reserved
+
+    def reserve(self, nbytes: int, ahead: int) -> None:
+        """Set bytes aside; ``ahead`` of them are needed soon."""
+        self.reserved, self._ahead = nbytes, max(nbytes, ahead)
+        self._most_reserved = max(self._most_reserved, nbytes)
+
+    def make(
+        self, beyond: int = -1, *, nbytes: int = 0, newcomers: Sequence[Chunk] = (), ahead: bool = False
+    ) -> bool:
+        """Evict until chunks and other bytes fit; false if some must still leave, or nothing may.
+
+        Args:
+            beyond: only what is used later than in so many ticks leaves; below 0 whatever is not pinned.
+            nbytes: other bytes that are to come.
+            newcomers: chunks that are to come.
+            ahead: they are brought ahead of their use.
+
+        Raises:
+            TierError: the disk refused to take what would have to leave.
+        """
+        ceiling = self.clear if ahead else self.ceiling
+        while (short := self._held.used + self._held.missing(newcomers) + nbytes - ceiling) > 0:
+            if self._held.cool(newcomers):
+                continue
+            if self._traffic.leaving >= short:
+                return False
+            victim = self._victim(beyond)
+            if victim is None:
+                return False
+            if victim.residence is Residence.CLEAN:
+                self._held.vacate(victim)
+            else:
+                self._write(victim)
+        return True
+
+    def _victim(self, beyond: int) -> Chunk | None:
+        idle = [chunk for chunk in self.evictable() if chunk not in self.needed]
+        victim = self._replacer.victim(idle, beyond)
+        if victim is None and beyond < 0:
+            victim = self._replacer.victim(self.evictable(), beyond)
+        return victim
+
+    def evictable(self) -> Iterator[Chunk]:
+        """What may leave: chunks that nobody uses and that the disk has, or can take."""
+        for chunk in self._held:
+            if chunk.pins == 0 and (
+                chunk.residence is Residence.CLEAN
+                or (chunk.residence is Residence.DIRTY and self._has_disk and chunk.error is None)
+            ):
+                yield chunk
