@@ -351,7 +351,7 @@ class Pool:
                 self._trim()
 
     def _pump(self) -> None:
-        """Start the reads that the near future needs, soonest first, until one finds no room.
+        """Start the reads that the near future needs, soonest first, until one finds no room, and writes that make it.
 
         No more than a quarter of the ceiling is kept for them, those that are on the host already included: to read
         further ahead is to drop what was used last and is used again in the next pass, and to read that once more.
@@ -359,18 +359,20 @@ class Pool:
         if not self._prefetch or not self._holds_idle or self._closed or self._disk is None:
             return
         horizon = self._room.clear // 4
-        for distance, chunk in self._order.upcoming():
-            horizon -= chunk.nbytes
-            if horizon < 0 and distance > NEAR:
-                return
-            if chunk.residence is Residence.DISK and chunk.error is None:
-                try:
-                    if not self._room.make(distance, newcomers=(chunk,), ahead=True):
-                        return
+        absent, distance = list[Chunk](), 0
+        try:
+            for distance, chunk in self._order.upcoming():
+                horizon -= chunk.nbytes
+                if horizon < 0 and distance > NEAR:
+                    break
+                reading = chunk.residence is Residence.DISK and chunk.error is None and not absent
+                if reading and self._room.make(distance, newcomers=(chunk,), ahead=True):
                     self._begin_read(chunk)
-                except TierError as error:
-                    self._failure = error  # this may be an I/O thread: the next guard raises it
-                    return
+                elif not chunk.on_host:
+                    absent.append(chunk)
+            self._room.write_behind(absent, distance)
+        except TierError as error:
+            self._failure = error  # this may be an I/O thread: the next guard raises it
 
     # -- room -------------------------------------------------------------------------------------
 

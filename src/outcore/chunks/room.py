@@ -99,6 +99,31 @@ class Room:
                 self._write(victim)
         return True
 
+    def write_behind(self, coming: Sequence[Chunk], beyond: int) -> None:
+        """Begin to write what will have to leave for chunks that come soon, so that nobody waits for it then.
+
+        Only what is used later than ``beyond`` ticks from now, and whose room is needed: it would be written anyway.
+
+        Raises:
+            TierError: the disk refused to take it.
+        """
+        if not coming or not self._has_disk:
+            return
+        short = self._held.used + self._held.missing(coming) - self.clear
+        leaving = self._traffic.leaving + self._held.warm
+        for chunk in self.evictable():
+            if leaving >= short:
+                return
+            if chunk.residence is Residence.CLEAN and self._replacer.victim((chunk,), beyond) is not None:
+                leaving += chunk.nbytes
+        while leaving < short:
+            dirty = [c for c in self.evictable() if c.residence is Residence.DIRTY and c not in self.needed]
+            victim = self._replacer.victim(dirty, beyond)
+            if victim is None:
+                return
+            self._write(victim)
+            leaving += victim.nbytes
+
     def _victim(self, beyond: int) -> Chunk | None:
         idle = [chunk for chunk in self.evictable() if chunk not in self.needed]
         victim = self._replacer.victim(idle, beyond)
