@@ -8,6 +8,9 @@ DeepSpeed may live in an environment of its own, which must see the same torch. 
     python benchmarks/peers.py --directory /nvme --quick --json peers.json
     python benchmarks/peers.py --directory /nvme --rounds 5 --deepspeed-python /opt/peers/bin/python --report
 
+outcore computes the head and the loss in slices, so that logits never exist whole, as it is made to
+(``--loss-slice 0`` without); its peers are given the settings that serve them best, and have none for this.
+
 The roofline of a step on disk is the larger of what the step takes with everything on the host, and the bytes it
 moved over the speeds that fio reaches in the same directory.
 
@@ -56,6 +59,7 @@ def contenders(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         "device": "cpu",
         "warm": 2,
         "steps": options.steps,
+        "loss_slice": options.loss_slice or None,
     }
     names = ["outcore, host", "torch", "fsdp2", "outcore, disk"]
     if has(options.deepspeed_python, "deepspeed"):
@@ -172,6 +176,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="counted steps in a turn")
     parser.add_argument("--host-budget", default="768MiB", help="outcore's, where states are on disk")
+    parser.add_argument(
+        "--loss-slice",
+        type=int,
+        default=128,
+        help="positions of a slice of outcore's head and loss, so that logits never exist whole; 0 for all at once",
+    )
     parser.add_argument("--group", default="8GiB", help="the memory control group's limit")
     parser.add_argument("--generation-model", default="gpt2-large")
     parser.add_argument("--generation-group", default="1400MiB")
@@ -207,9 +217,11 @@ def main() -> None:
             limit = "no limit" if group is None else f"a memory group of {options.group}"
             scores |= take_turns(asked, place, options.rounds)
         ratios |= training_ratios(scores, speeds)
+        sliced = f"outcore's loss in slices of {options.loss_slice or 'all'} positions"
         about["training"] = (
             f"{options.model}, batch {options.rows} x {options.tokens}, bf16 over fp32 masters, AdamW, norm clipped, "
-            f"blocks recomputed, {options.threads} threads, {limit}, {options.rounds} rounds of {options.steps} steps"
+            f"blocks recomputed, {sliced}, {options.threads} threads, {limit}, "
+            f"{options.rounds} rounds of {options.steps} steps"
         )
         rows = training_rows(scores.values(), options.rows * options.tokens)
         parts.append(table(["", "seconds per step", "tokens/s", "processor s", "peak RSS"], rows))

@@ -29,6 +29,7 @@ class Settings:
         device: where to compute.
         budget: bytes per tier, for outcore: ``device``, ``host``.
         disk: a folder for those that use one.
+        loss_slice: positions of a slice of the head and the loss, for outcore; the others have no such setting.
     """
 
     contender: str
@@ -38,6 +39,7 @@ class Settings:
     device: str
     disk: str
     budget: dict[str, str]
+    loss_slice: int | None = None
 
     def batch(self, number: int) -> torch.Tensor:
         return batch(self.model, self.rows, self.tokens, number).to(self.device)
@@ -163,7 +165,7 @@ class Outcore:
             self.optimizer,
             device=settings.device,
             budget=outcore.Budget(**settings.budget, disk=settings.disk if disk else None),
-            activations=outcore.Activations("recompute"),
+            activations=outcore.Activations("recompute", loss_slice=settings.loss_slice),
         )
         self.update = 0.0
 
