@@ -27,8 +27,13 @@ ids = st.lists(st.integers(0, COUNT - 1), min_size=1, max_size=3, unique=True)
 class Foreseen:
     """An order of uses that the test makes up."""
 
+    now = 0
+
     def __init__(self) -> None:
         self.coming: list[Chunk] = []
+
+    def revised(self) -> None:
+        """Any may be."""
 
     def next_use(self, chunk: Chunk) -> int:
         return self.coming.index(chunk) + 1 if chunk in self.coming else NEVER

@@ -80,6 +80,11 @@ def build(gate: Gate, room: int, queue: int = 1 << 20) -> tuple[Pool, list[Chunk
     chunks = [Chunk(Kind.PARAMETER, name, reserve(PAGE)) for name in names]
 
     class Nothing:
+        now = 0
+
+        def revised(self) -> None:
+            """Nothing is known."""
+
         def next_use(self, chunk: Chunk) -> int:
             return 0
 

@@ -128,7 +128,7 @@ class Pool:
         while self._held.cool():
             pass
         while True:
-            for chunk in list(self._room.evictable()):
+            for chunk in self._room.evictable():
                 if chunk.residence is Residence.CLEAN:
                     self._held.give_back(chunk, Residence.DISK)
                 else:
@@ -233,6 +233,7 @@ class Pool:
             if not entered:
                 for chunk in chunks:
                     chunk.pins -= 1
+                self._room.offer(chunks)
         return entered
 
     def wake(self) -> None:
@@ -279,6 +280,7 @@ class Pool:
             for chunk in chunks:
                 assert chunk.pins > 0, chunk.name
                 chunk.pins -= 1
+            self._room.offer(chunks)
             if self._held.used > self.ceiling:  # room was set aside while they could not leave
                 try:
                     self._room.make()
@@ -405,6 +407,7 @@ class Pool:
             failure, self._failure = self._failure, None
             for chunk in self._held:
                 chunk.error = None
+            self._room.offer(self._held)
             raise failure
 
     # -- transfers --------------------------------------------------------------------------------
@@ -420,6 +423,7 @@ class Pool:
     def _read_done(self, chunk: Chunk) -> None:
         if chunk.error is None:
             chunk.move(Residence.CLEAN)
+            self._room.offer((chunk,))
         else:
             self._held.give_back(chunk, Residence.DISK)
         self._changed.notify_all()
@@ -440,6 +444,7 @@ class Pool:
         crowded = self._held.used > self.ceiling or not self._holds_idle
         if chunk.residence is Residence.CLEAN and chunk.pins == 0 and crowded:
             self._held.give_back(chunk, Residence.DISK)
+        self._room.offer((chunk,))
         self._changed.notify_all()
         self._pump()
 

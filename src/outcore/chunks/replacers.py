@@ -1,8 +1,18 @@
-"""Which chunk leaves the host first."""
+"""Which chunk leaves the host first.
+
+[Note: Ranks]
+A host of 256 GiB holds tens of thousands of chunks; to look at all of them for each that leaves would take longer than
+the disk takes to bring the next. So candidates lie in a heap by rank. A rank is made when a chunk may leave from now on
+(`Replacer.offer`), and made anew where the belief about its next use changed (`Order.revised`). What is found at
+the top and may not leave any more is dropped: it is offered again when it may.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable
+from itertools import count
 from typing import Protocol
 
 from outcore.chunks.chunk import Chunk, Residence
@@ -14,46 +24,117 @@ NEVER = 1 << 60
 class Order(Protocol):
     """What the future is believed to hold. Wrong beliefs cost speed, never correctness."""
 
+    @property
+    def now(self) -> int:
+        """Ticks so far."""
+
     def next_use(self, chunk: Chunk) -> int:
         """Ticks until the chunk is used again, `NEVER` if that is not known."""
+
+    def revised(self) -> Iterable[Chunk] | None:
+        """The chunks whose next use is not the tick that it was when this was last asked; ``None`` if any may be."""
 
     def upcoming(self) -> Iterable[tuple[int, Chunk]]:
         """The chunks needed after the current tick, soonest first, with their distance in ticks."""
 
 
-class Replacer(Protocol):
-    """Chooses a victim among chunks that may leave."""
-
-    def victim(self, candidates: Iterable[Chunk], beyond: int) -> Chunk | None:
-        """The chunk to evict, or ``None`` if none is needed later than ``beyond`` ticks from now."""
+Rank = tuple[int, ...]
+"""The smallest leaves first."""
 
 
-class Belady:
+class Replacer(ABC):
+    """Orders chunks that may leave; see [Note: Ranks]."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[Chunk, Rank] = {}
+        self._heap: list[tuple[Rank, int, Chunk]] = []
+        self._number = count()
+
+    @abstractmethod
+    def _rank(self, chunk: Chunk) -> Rank:
+        """The chunk's rank now."""
+
+    @abstractmethod
+    def _is_beyond(self, rank: Rank, beyond: int) -> bool:
+        """Whether a chunk of this rank is needed later than ``beyond`` ticks from now."""
+
+    def _revised(self) -> Iterable[Chunk] | None:
+        """Whose ranks may have changed since they were made; ``None`` if any may."""
+        return ()
+
+    def offer(self, chunk: Chunk) -> None:
+        """The chunk may leave from now on."""
+        rank = self._rank(chunk)
+        if self._ranks.get(chunk) != rank:
+            self._ranks[chunk] = rank
+            heapq.heappush(self._heap, (rank, next(self._number), chunk))
+
+    def leaving(self, may_leave: Callable[[Chunk], bool], beyond: int) -> Generator[Chunk, None, None]:
+        """Chunks to evict, the best first, as long as they are needed later than ``beyond`` ticks from now.
+
+        Args:
+            may_leave: whether a chunk that was offered may still leave.
+        """
+        self._revise(may_leave)
+        seen = []
+        try:
+            while self._heap:
+                entry = heapq.heappop(self._heap)
+                rank, _, chunk = entry
+                if self._ranks.get(chunk) != rank:
+                    continue
+                if not may_leave(chunk):
+                    del self._ranks[chunk]
+                    continue
+                seen.append(entry)
+                if not self._is_beyond(rank, beyond):
+                    return
+                yield chunk
+        finally:
+            for entry in seen:
+                heapq.heappush(self._heap, entry)
+
+    def _revise(self, may_leave: Callable[[Chunk], bool]) -> None:
+        changed = self._revised()
+        if changed is None or len(self._heap) > 64 + 2 * len(self._ranks):
+            self._ranks = {chunk: self._rank(chunk) for chunk in self._ranks if may_leave(chunk)}
+            self._heap = [(rank, next(self._number), chunk) for chunk, rank in self._ranks.items()]
+            heapq.heapify(self._heap)
+            return
+        for chunk in changed:
+            if chunk in self._ranks:
+                self.offer(chunk)
+
+
+class Belady(Replacer):
     """Evict what is used furthest in the future (Belady 1966); optimal where the order is known.
 
-    Among equals the least recently used goes first, and a clean chunk before a dirty one, whose bytes
-    would have to be written.
+    Among equals a clean chunk goes before a dirty one, whose bytes would have to be written, and then the least
+    recently used first.
     """
 
     def __init__(self, order: Order) -> None:
+        super().__init__()
         self._order = order
 
-    def victim(self, candidates: Iterable[Chunk], beyond: int) -> Chunk | None:
-        best: Chunk | None = None
-        best_rank = (beyond, False, NEVER)
-        for chunk in candidates:
-            rank = (self._order.next_use(chunk), chunk.residence is Residence.CLEAN, -chunk.last_use)
-            if rank[0] > beyond and (best is None or rank > best_rank):
-                best, best_rank = chunk, rank
-        return best
+    def _rank(self, chunk: Chunk) -> Rank:
+        distance = self._order.next_use(chunk)
+        tick = NEVER if distance >= NEVER else self._order.now + distance
+        return -tick, chunk.residence is not Residence.CLEAN, chunk.last_use
+
+    def _is_beyond(self, rank: Rank, beyond: int) -> bool:
+        distance = NEVER if rank[0] == -NEVER else -rank[0] - self._order.now
+        return distance > beyond
+
+    def _revised(self) -> Iterable[Chunk] | None:
+        return self._order.revised()
 
 
-class LRU:
+class LRU(Replacer):
     """Evict what was used longest ago. The yardstick for `Belady`: on a cyclic scan it saves nothing."""
 
-    def victim(self, candidates: Iterable[Chunk], beyond: int) -> Chunk | None:
-        if (
-            beyond >= 0
-        ):  # for a prefetch: it can't tell what is needed later, and two reads could chase each other
-            return None
-        return min(candidates, key=lambda chunk: chunk.last_use, default=None)
+    def _rank(self, chunk: Chunk) -> Rank:
+        return (chunk.last_use,)
+
+    def _is_beyond(self, rank: Rank, beyond: int) -> bool:
+        return beyond < 0  # it can't tell what is needed later, and two reads could chase each other

@@ -11,7 +11,8 @@ Whom to evict is the `Replacer`'s choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 
 from outcore.chunks.chunk import Chunk, Residence
 from outcore.chunks.holdings import Holdings
@@ -111,31 +112,38 @@ class Room:
             return
         short = self._held.used + self._held.missing(coming) - self.clear
         leaving = self._traffic.leaving + self._held.warm
-        for chunk in self.evictable():
-            if leaving >= short:
-                return
-            if chunk.residence is Residence.CLEAN and self._replacer.victim((chunk,), beyond) is not None:
+        if leaving >= short:
+            return
+        with closing(self._replacer.leaving(self.may_leave, beyond)) as candidates:
+            for chunk in candidates:
+                if chunk.residence is Residence.DIRTY and chunk not in self.needed:
+                    self._write(chunk)
                 leaving += chunk.nbytes
-        while leaving < short:
-            dirty = [c for c in self.evictable() if c.residence is Residence.DIRTY and c not in self.needed]
-            victim = self._replacer.victim(dirty, beyond)
-            if victim is None:
-                return
-            self._write(victim)
-            leaving += victim.nbytes
+                if leaving >= short:
+                    return
 
     def _victim(self, beyond: int) -> Chunk | None:
-        idle = [chunk for chunk in self.evictable() if chunk not in self.needed]
-        victim = self._replacer.victim(idle, beyond)
-        if victim is None and beyond < 0:
-            victim = self._replacer.victim(self.evictable(), beyond)
-        return victim
+        last = None
+        with closing(self._replacer.leaving(self.may_leave, beyond)) as candidates:
+            for chunk in candidates:
+                if chunk not in self.needed:
+                    return chunk
+                last = last or chunk
+        return last if beyond < 0 else None
 
-    def evictable(self) -> Iterator[Chunk]:
-        """What may leave: chunks that nobody uses and that the disk has, or can take."""
-        for chunk in self._held:
-            if chunk.pins == 0 and (
-                chunk.residence is Residence.CLEAN
-                or (chunk.residence is Residence.DIRTY and self._has_disk and chunk.error is None)
-            ):
-                yield chunk
+    def may_leave(self, chunk: Chunk) -> bool:
+        """Whether nobody uses the chunk, and the disk has it or can take it."""
+        return chunk.pins == 0 and (
+            chunk.residence is Residence.CLEAN
+            or (chunk.residence is Residence.DIRTY and self._has_disk and chunk.error is None)
+        )
+
+    def offer(self, chunks: Iterable[Chunk]) -> None:
+        """Something about these chunks changed: those that may leave now are candidates."""
+        for chunk in chunks:
+            if self.may_leave(chunk):
+                self._replacer.offer(chunk)
+
+    def evictable(self) -> list[Chunk]:
+        """All that may leave."""
+        return [chunk for chunk in self._held if self.may_leave(chunk)]

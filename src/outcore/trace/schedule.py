@@ -38,9 +38,11 @@ class Lap:
 
     ticks: list[Tick]
     positions: dict[Chunk, list[int]] = field(default_factory=dict)
+    needs: dict[Hashable, set[Chunk]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for position, tick in enumerate(self.ticks):
+            self.needs.setdefault(tick.key, set()).update(tick.needs)
             for chunk in tick.needs:
                 self.positions.setdefault(chunk, []).append(position)
 
@@ -68,6 +70,9 @@ class Schedule:
     """Records laps and foretells uses. Implements `outcore.chunks.replacers.Order`.
 
     Not thread-safe by itself: callers hold the pool's lock.
+
+    Attributes:
+        now: ticks so far.
     """
 
     HORIZON = 4
@@ -83,6 +88,8 @@ class Schedule:
         self._seen: list[Tick] = []
         self._missed = False
         self._fulfilled: set[Hashable] = set()
+        self._revised: set[Chunk] | None = None
+        self.now = 0
 
     @property
     def known(self) -> bool:
@@ -96,6 +103,7 @@ class Schedule:
             self._follows[self._key, self._count] = key
             self._latest[self._key] = key
         self._count = self._count + 1 if key == self._key else 0
+        self._revised = None
         self._key = key
         self._cursor = 0
         self._seen = []
@@ -112,13 +120,19 @@ class Schedule:
         """The next tick happens now."""
         tick = Tick(key, tuple(needs))
         self._seen.append(tick)
-        self._fulfilled.discard(key)
+        self.now += 1
+        if key in self._fulfilled:
+            self._fulfilled.discard(key)
+            self._revise(key)
         lap = self._laps.get(self._key)
         if lap is None:
             return
         if self._cursor < len(lap) and lap.ticks[self._cursor] == tick:
             self._cursor += 1
+            if self._revised is not None:
+                self._revised.update(needs)
             return
+        self._revised = None
         self._missed = True
         for position in range(self._cursor, len(lap)):
             if lap.ticks[position].key == key:
@@ -128,6 +142,17 @@ class Schedule:
     def fulfil(self, key: Hashable) -> None:
         """The next tick with this key has nothing left to do when it comes."""
         self._fulfilled.add(key)
+        self._revise(key)
+
+    def _revise(self, key: Hashable) -> None:
+        """What ticks with this key need has another next use than before."""
+        if self._revised is not None:
+            for lap in self._laps.values():
+                self._revised |= lap.needs.get(key, set())
+
+    def revised(self) -> set[Chunk] | None:
+        changed, self._revised = self._revised, set()
+        return changed
 
     def _ahead(self) -> Iterator[tuple[int, int, Lap]]:
         """Laps to come: ticks before the lap's start (from now), first position still to come, the lap."""
