@@ -30,8 +30,9 @@ from outcore.model.hooks import PointHooks
 from outcore.model.laps import Laps
 from outcore.model.placement import move_buffers, replace_data
 from outcore.model.policies import Activations, Precision
+from outcore.model.ranked_sites import choose, refusal
 from outcore.model.residency import Residency
-from outcore.model.sites import Site, choose, refusal
+from outcore.model.sites import Site
 from outcore.model.slices.heads import slice_loss
 from outcore.model.unit import resting
 from outcore.model.units import discover
@@ -374,7 +375,7 @@ def offload(
     if optimizer is not None:
         optimizer.check_free()  # before anything is taken from the model
     whole = optimizer is not None and optimizer.rule.whole_parameters
-    ranks = join(sharding, refusal(place, whole, plan is not None, run.activations))
+    ranks = join(sharding, refusal(whole, plan is not None, run.activations))
     with ranks.telling("the offload of the model"):
         site, limits = choose(place, run.budget, run.prefetch, ranks)
         engine = Engine(model, optimizer, limits=limits, site=site, settings=run)
