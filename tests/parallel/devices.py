@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import outcore
 from emulated import accelerator
+from outcore.engine import engine_of
+from outcore.errors import BudgetError
+from outcore.model.device_stage import DeviceStage
+from outcore.model.gathering import Gathering
+from outcore.model.host_frames import HostFrames
 from parallel.loops import Way, stack, train
+from parallel.test_parallel_bytes import held, large, steps
 from parallel.together import Place
 
 
@@ -39,6 +48,7 @@ def computing_on(kind: str, **settings: Any) -> Iterator[None]:
     if kind == "cpu":
         yield
         return
+    gc.collect()  # of the models before there may be a few bytes still
     accelerator.configure(**settings)
     try:
         yield
@@ -85,3 +95,78 @@ def trained(place: Place) -> list[dict[str, Any]]:
             del model, optimizer
         found.append(result)
     return found
+
+
+def gathered_ahead(place: Place) -> list[Any]:
+    """Gathers and lifts before their use, with and without prefetch, and what came of each run.
+
+    Each gather has ended when it began, so that what is lifted ahead does not depend on time.
+    """
+    counts = {"gathers": 0, "lifts": 0}
+    propose, gather, lift = Gathering._propose, HostFrames.gather, DeviceStage._lift
+
+    def proposed(gathering: Gathering, unit: Any) -> Any:
+        found = propose(gathering, unit)
+        counts["gathers"] += found is not None
+        return found
+
+    def gathers(frames: HostFrames, unit: Any, what: str) -> Future[None]:
+        arrival = gather(frames, unit, what)
+        wait([arrival])
+        return arrival
+
+    def lifts(stage: DeviceStage, unit: Any) -> None:
+        counts["lifts"] += unit.opened == 0
+        lift(stage, unit)
+
+    found: list[Any] = []
+    Gathering._propose, HostFrames.gather, DeviceStage._lift = proposed, gathers, lifts  # type: ignore[method-assign]
+    try:
+        for prefetch in (True, False):
+            with computing_on(accelerator.NAME):
+                model = stack()
+                optimizer = lifted(model, Lift(), place, prefetch=prefetch)
+                counts.update(gathers=0, lifts=0)
+                result = train(model, optimizer, Way(), place)
+                found.append((result, dict(counts)))
+                outcore.release(model)
+                del model, optimizer
+    finally:
+        Gathering._propose, HostFrames.gather, DeviceStage._lift = propose, gather, lift  # type: ignore[method-assign]
+    return found
+
+
+def states_of(place: Place) -> dict[str, Any]:
+    """Bytes that this rank's tiers hold between steps, bytes received in a step, and what `capacity` must be."""
+    with computing_on(accelerator.NAME):
+        model = large()
+        optimizer = lifted(model, Lift(Way(host="256MiB")), place)
+        steps(model, optimizer, 1)
+        before = outcore.snapshot(model).moved.get("wire", 0)
+        steps(model, optimizer, 2)
+        engine_of(model).settle()
+        seen = outcore.snapshot(model)
+        found = {
+            "host": held(model),
+            "device": seen.held["device"],
+            "wire": (seen.moved.get("wire", 0) - before) / 2,
+            "peak": seen.peak["device"],
+        }
+        outcore.release(model)
+        del model, optimizer
+    return found
+
+
+def on_a_device_as_large_as(place: Place) -> None:
+    """A run passes where budget and capacity are what another one's peak was, and less is refused."""
+    peak = place.settings["peak"]
+    with computing_on(accelerator.NAME, capacity=peak):
+        model = large()
+        optimizer = lifted(model, Lift(Way(host="256MiB"), memory=str(peak)), place)
+        steps(model, optimizer, 2)
+        assert torch.accelerator.max_memory_allocated() <= peak
+        outcore.release(model)
+        del model, optimizer
+    with computing_on(accelerator.NAME), pytest.raises(BudgetError) as refused:
+        lifted(large(), Lift(memory="20KiB"), place)
+    assert refused.value.tier == "device"

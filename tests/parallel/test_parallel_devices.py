@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from parallel.devices import Lift, trained
+from parallel.devices import Lift, gathered_ahead, on_a_device_as_large_as, states_of, trained
 from parallel.loops import Way, several
+from parallel.test_parallel_bytes import count, large
 from parallel.test_parallel_matrix import STAGES, same
 from parallel.together import Team, values
 
@@ -51,3 +52,38 @@ def test_late_copies(stage: str, two: Team, tmp_path: Path) -> None:
         lifts = [Lift(way, memory="2MiB")]
         for found in values(two.run(trained, tmp_path / "emu", lifts=lifts, emulator=late)):
             assert same(found[0], expected[0])
+
+
+@pytest.mark.slow
+def test_four_ranks(four: Team, tmp_path: Path) -> None:
+    lifts = [
+        Lift(Way(stage, accumulate, clip, steps=2, activations=activations), kinds)
+        for stage in STAGES
+        for accumulate, clip, activations in ((1, 0.5, "recompute"), (3, None, "keep"))
+        for kinds in (("emu",), ("emu", "cpu"))
+    ]
+    on_cpu = values(four.run(several, tmp_path / "cpu", 240, ways=[lift.way for lift in lifts]))
+    found = values(four.run(trained, tmp_path / "emu", 240, lifts=lifts))
+    for expected, rank in zip(on_cpu, found, strict=True):
+        for k, lift in enumerate(lifts):
+            assert same(rank[k], expected[k]), lift
+            assert rank[k]["losses"] == expected[k]["losses"], lift
+
+
+def test_gathers_come_ahead_of_use(two: Team, tmp_path: Path) -> None:
+    for with_it, without in values(two.run(gathered_ahead, tmp_path)):
+        assert with_it[1]["gathers"] >= 6  # before each unit of a backward, once its order is known
+        assert with_it[1]["lifts"] >= 6
+        assert without[1] == {"gathers": 0, "lifts": 0}
+        assert same(with_it[0], without[0])
+
+
+def test_memory_wire_and_capacity(two: Team, tmp_path: Path) -> None:
+    """The host holds half of the states, the device none between steps; the wire carries the least there can be."""
+    n = count(large())
+    found = values(two.run(states_of, tmp_path))
+    for rank in found:
+        assert rank["host"] == pytest.approx(12 * n / 2, rel=0.05)
+        assert rank["device"] < 0.05 * 4 * n
+        assert 1 <= rank["wire"] / (3 * 4 * n / 2) <= 1.02
+    values(two.run(on_a_device_as_large_as, tmp_path, peak=max(rank["peak"] for rank in found)))

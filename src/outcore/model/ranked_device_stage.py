@@ -66,6 +66,7 @@ class RankedDeviceStage(DeviceStage):
 
     def collect(self, unit: Unit, binding: Binding, gradient: torch.Tensor) -> None:
         super().collect(unit, self._summing.home(binding), gradient)
+        self._look_ahead()  # a gather may have ended meanwhile
 
     def _landing(self, unit: Unit) -> Sequence[RunStore]:
         return self._summing.runs(unit)
