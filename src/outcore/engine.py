@@ -32,6 +32,7 @@ from outcore.model.placement import move_buffers, replace_data
 from outcore.model.policies import Activations, Precision
 from outcore.model.ranked_sites import choose, refusal
 from outcore.model.residency import Residency
+from outcore.model.shares import Shares, Split, busy_by
 from outcore.model.sites import Site
 from outcore.model.slices.heads import slice_loss
 from outcore.model.unit import resting
@@ -435,6 +436,29 @@ def gather(model: nn.Module) -> Iterator[None]:
     finally:
         for unit in entered:
             engine.residency.leave(unit)
+
+
+def shares(model: nn.Module, split: Split = "even") -> Shares:
+    """Divides batches among the ranks that train a model; all ranks call this together::
+
+        shares = outcore.shares(model, "speed")
+        for batch in loader:  # the same batch on all ranks
+            with shares.part(batch) as part:
+                loss = model(**part.batch).loss  # the mean over this rank's rows
+                optimizer.backward(part.weigh(loss))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Args:
+        split: ``"even"``, or ``"speed"``: in proportion to what each rank does in a second, measured as it trains. The
+            result is that of the whole batch either way, up to the order of sums.
+
+    Raises:
+        StateError: the model is not offloaded.
+        UsageError: an unknown split.
+    """
+    engine = engine_of(model)
+    return Shares(engine.ranks, split, busy_by(engine.ledger))
 
 
 def snapshot(model: nn.Module) -> Snapshot:
