@@ -376,7 +376,7 @@ def offload(
     if optimizer is not None:
         optimizer.check_free()  # before anything is taken from the model
     whole = optimizer is not None and optimizer.rule.whole_parameters
-    ranks = join(sharding, refusal(whole, plan is not None, run.activations))
+    ranks = join(sharding, refusal(whole, plan is not None))
     with ranks.telling("the offload of the model"):
         site, limits = choose(place, run.budget, run.prefetch, ranks)
         engine = Engine(model, optimizer, limits=limits, site=site, settings=run)

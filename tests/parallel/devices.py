@@ -32,11 +32,13 @@ class Lift:
     Attributes:
         kinds: where each rank computes; the first one again where there are more ranks.
         memory: the budget of the emulated accelerator.
+        microbatch: rows of a slice, if blocks run in slices.
     """
 
     way: Way = field(default_factory=Way)
     kinds: tuple[str, ...] = (accelerator.NAME,)
     memory: str = "8MiB"
+    microbatch: int | None = None
 
     def kind(self, place: Place) -> str:
         return self.kinds[place.rank % len(self.kinds)]
@@ -71,7 +73,7 @@ def lifted(model: nn.Module, lift: Lift, place: Place, **settings: Any) -> Any:
             disk=place.disk if way.disk else None,
         ),
         precision=outcore.Precision(way.precision),  # type: ignore[arg-type]
-        activations=outcore.Activations(way.activations),  # type: ignore[arg-type]
+        activations=outcore.Activations(way.activations, lift.microbatch),  # type: ignore[arg-type]
         chunk_size="128KiB",
         device=kind,
         sharding=outcore.Sharding(way.sharding, timeout=20) if place.ranks > 1 else None,  # type: ignore[arg-type]
@@ -170,3 +172,18 @@ def on_a_device_as_large_as(place: Place) -> None:
     with computing_on(accelerator.NAME), pytest.raises(BudgetError) as refused:
         lifted(large(), Lift(memory="20KiB"), place)
     assert refused.value.tier == "device"
+
+
+def one_device_fails(place: Place) -> None:
+    """The accelerator of the last rank has no memory left in the middle of a run."""
+    kind = accelerator.NAME if place.rank == place.ranks - 1 else place.settings["others"]
+    lift = Lift(Way(place.settings["stage"], steps=1), (kind,))
+    with computing_on(kind):
+        model = stack()
+        optimizer = lifted(model, lift, place)
+        train(model, optimizer, lift.way, place)
+        if place.rank == place.ranks - 1:
+            engine = engine_of(model)
+            assert isinstance(engine.stage, DeviceStage)
+            engine.stage._budget = 1000
+        train(model, optimizer, lift.way, place, first=1)

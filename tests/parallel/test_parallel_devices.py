@@ -6,11 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from parallel.devices import Lift, gathered_ahead, on_a_device_as_large_as, states_of, trained
+from outcore.errors import BudgetError, PeerError
+from parallel.devices import (
+    Lift,
+    gathered_ahead,
+    on_a_device_as_large_as,
+    one_device_fails,
+    states_of,
+    trained,
+)
 from parallel.loops import Way, several
 from parallel.test_parallel_bytes import count, large
 from parallel.test_parallel_matrix import STAGES, same
-from parallel.together import Team, values
+from parallel.together import Team, run, values
 
 pytestmark = pytest.mark.emulated
 
@@ -87,3 +95,17 @@ def test_memory_wire_and_capacity(two: Team, tmp_path: Path) -> None:
         assert rank["device"] < 0.05 * 4 * n
         assert 1 <= rank["wire"] / (3 * 4 * n / 2) <= 1.02
     values(two.run(on_a_device_as_large_as, tmp_path, peak=max(rank["peak"] for rank in found)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("others", ["cpu", "emu"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_device_without_room_is_told_to_all(stage: str, others: str, tmp_path: Path) -> None:
+    first, second = run(one_device_fails, 2, tmp_path, stage=stage, others=others)
+    assert second.error is not None
+    assert second.error[0] == BudgetError.__name__
+    assert first.error is not None
+    assert first.error[0] == PeerError.__name__, first.error
+    assert "rank 1 failed in" in first.error[1]
+    assert "device budget" in first.error[1]
+    assert first.seconds < 30

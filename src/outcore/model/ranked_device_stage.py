@@ -61,7 +61,8 @@ class RankedDeviceStage(DeviceStage):
         self._summing = summing
 
     def open(self, unit: Unit) -> None:
-        self._settle_all()  # what is lifted holds frames on the host, where this unit's may have to come
+        if not self._supply.ready(unit):
+            self._settle_all()  # what is lifted holds frames on the host, where this unit's may have to come
         super().open(unit)
 
     def collect(self, unit: Unit, binding: Binding, gradient: torch.Tensor) -> None:

@@ -20,7 +20,6 @@ from outcore.memory.ledger import Ledger
 from outcore.model.descent import Descent
 from outcore.model.gathering import Gathering
 from outcore.model.host_frames import HostFrames, frame_bytes
-from outcore.model.policies import Activations
 from outcore.model.ranked_device_stage import Descending, RankedDeviceStage
 from outcore.model.ranked_stage import RankedStage, ShardedStage
 from outcore.model.sites import DeviceSite, HostSite, Site
@@ -236,7 +235,7 @@ def choose(place: torch.device, budget: Budget, prefetch: bool, ranks: Ranks) ->
     return DeviceSite(place, limits, prefetch), limits
 
 
-def refusal(whole: bool, planned: bool, activations: Activations) -> str:
+def refusal(whole: bool, planned: bool) -> str:
     """Why several ranks can't do this; empty if they can.
 
     Args:
@@ -249,6 +248,4 @@ def refusal(whole: bool, planned: bool, activations: Activations) -> str:
         )
     if planned:
         return "a plan is for one rank yet: give several their budget and settings by hand"
-    if activations.microbatch is not None or activations.loss_slice is not None:
-        return "several ranks can't run a batch in slices yet: leave microbatch and loss_slice out"
     return ""
