@@ -43,7 +43,9 @@ def scaled(place: Place) -> list[dict[str, Any]]:
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("kinds", [("cpu",), ("cpu", "emu")], ids=["cpu", "mixed"])
+@pytest.mark.parametrize(
+    "kinds", [pytest.param(("cpu",), marks=pytest.mark.slow), ("cpu", "emu")], ids=["cpu", "mixed"]
+)
 def test_ranks_agree_on_the_scale(kinds: tuple[str, ...], two: Team, tmp_path: Path) -> None:
     lifts = [Lift(Way(stage, precision="fp16"), kinds) for stage in ("optimizer", "parameters")]
     ranks = values(two.run(scaled, tmp_path, lifts=lifts))

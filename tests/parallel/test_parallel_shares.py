@@ -68,7 +68,11 @@ def compare(team: Team, path: Path, lift: Lift, rows: int) -> list[list[int]]:
 @pytest.mark.emulated
 @pytest.mark.parametrize(
     ("kinds", "stage"),
-    [(CPUS, "none"), pytest.param(CPUS, "gradients", marks=pytest.mark.slow), (MIXED, "parameters")],
+    [
+        pytest.param(CPUS, "none", marks=pytest.mark.slow),
+        pytest.param(CPUS, "gradients", marks=pytest.mark.slow),
+        (MIXED, "parameters"),
+    ],
 )
 def test_a_rank_throttled_to_a_third(kinds: tuple[str, ...], stage: str, two: Team, tmp_path: Path) -> None:
     """A step takes as long as the ideal division: nine rows and three, while even parts would take twice as long."""
@@ -85,6 +89,7 @@ def test_ranks_without_rows(two: Team, tmp_path: Path) -> None:
     assert taken == [[1] * 6, [0] * 6]
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_divide(two: Team, tmp_path: Path) -> None:
     compare(two, tmp_path, Lift(Way("gradients", steps=4), CPUS), 7)
 

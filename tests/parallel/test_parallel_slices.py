@@ -16,7 +16,7 @@ from parallel.together import Team, alone, values
 @pytest.mark.parametrize(
     ("accumulate", "kinds", "stages"),
     [
-        (1, ("emu", "cpu"), ("optimizer", "parameters")),
+        (1, ("emu", "cpu"), ("parameters",)),
         pytest.param(2, ("cpu",), STAGES, marks=pytest.mark.slow),
         pytest.param(2, ("emu",), STAGES, marks=pytest.mark.slow),
     ],
