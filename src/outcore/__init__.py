@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from outcore.checkpoint.save import save
     from outcore.checkpoint.saving import Saving
     from outcore.checkpoint.series import Checkpoints
-    from outcore.engine import gather, offload, release, snapshot, weights
+    from outcore.engine import gather, offload, release, shares, snapshot, weights
     from outcore.memory.budget import Budget
     from outcore.memory.ledger import Snapshot
     from outcore.model.policies import Activations, Precision
+    from outcore.model.shares import Part, Shares
     from outcore.optim.foreign import Foreign
     from outcore.optim.optimizer import Optimizer
     from outcore.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
@@ -58,10 +59,12 @@ __all__ = [
     "Lion",
     "Machine",
     "Optimizer",
+    "Part",
     "Plan",
     "Precision",
     "Saving",
     "Sharding",
+    "Shares",
     "Snapshot",
     "export",
     "first_nonfinite",
@@ -73,6 +76,7 @@ __all__ = [
     "record",
     "release",
     "save",
+    "shares",
     "snapshot",
     "to_dcp",
     "verify",
@@ -93,10 +97,12 @@ _HOMES = {
     "Lion": "outcore.optim.optimizers",
     "Machine": "outcore.planning.machine",
     "Optimizer": "outcore.optim.optimizer",
+    "Part": "outcore.model.shares",
     "Plan": "outcore.planning.plan",
     "Precision": "outcore.model.policies",
     "Saving": "outcore.checkpoint.saving",
     "Sharding": "outcore.parallel.sharding",
+    "Shares": "outcore.model.shares",
     "Snapshot": "outcore.memory.ledger",
     "export": "outcore.checkpoint.export",
     "first_nonfinite": "outcore.report.health",
@@ -108,6 +114,7 @@ _HOMES = {
     "record": "outcore.report.tracer",
     "release": "outcore.engine",
     "save": "outcore.checkpoint.save",
+    "shares": "outcore.engine",
     "snapshot": "outcore.engine",
     "to_dcp": "outcore.checkpoint.dcp.write",
     "verify": "outcore.checkpoint.reader",

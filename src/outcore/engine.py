@@ -30,8 +30,10 @@ from outcore.model.hooks import PointHooks
 from outcore.model.laps import Laps
 from outcore.model.placement import move_buffers, replace_data
 from outcore.model.policies import Activations, Precision
+from outcore.model.ranked_sites import choose, refusal
 from outcore.model.residency import Residency
-from outcore.model.sites import Site, choose, refusal
+from outcore.model.shares import Shares, Split, busy_by
+from outcore.model.sites import Site
 from outcore.model.slices.heads import slice_loss
 from outcore.model.unit import resting
 from outcore.model.units import discover
@@ -374,7 +376,7 @@ def offload(
     if optimizer is not None:
         optimizer.check_free()  # before anything is taken from the model
     whole = optimizer is not None and optimizer.rule.whole_parameters
-    ranks = join(sharding, refusal(place, whole, plan is not None, run.activations))
+    ranks = join(sharding, refusal(whole, plan is not None))
     with ranks.telling("the offload of the model"):
         site, limits = choose(place, run.budget, run.prefetch, ranks)
         engine = Engine(model, optimizer, limits=limits, site=site, settings=run)
@@ -434,6 +436,29 @@ def gather(model: nn.Module) -> Iterator[None]:
     finally:
         for unit in entered:
             engine.residency.leave(unit)
+
+
+def shares(model: nn.Module, split: Split = "even") -> Shares:
+    """Divides batches among the ranks that train a model; all ranks call this together::
+
+        shares = outcore.shares(model, "speed")
+        for batch in loader:  # the same batch on all ranks
+            with shares.part(batch) as part:
+                loss = model(**part.batch).loss  # the mean over this rank's rows
+                optimizer.backward(part.weigh(loss))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Args:
+        split: ``"even"``, or ``"speed"``: in proportion to what each rank does in a second, measured as it trains. The
+            result is that of the whole batch either way, up to the order of sums.
+
+    Raises:
+        StateError: the model is not offloaded.
+        UsageError: an unknown split.
+    """
+    engine = engine_of(model)
+    return Shares(engine.ranks, split, busy_by(engine.ledger))
 
 
 def snapshot(model: nn.Module) -> Snapshot:

@@ -168,14 +168,9 @@ def test_ranks_must_begin_alike(two: Team, tmp_path: Path) -> None:
 
 
 def refused(place: Place) -> None:
-    for settings, why in (
-        ({"activations": outcore.Activations("recompute", microbatch=1)}, "in slices"),
-        ({"device": "meta"}, "can't compute|device"),
-    ):
-        model = stack()
-        optimizer = outcore.AdamW(model.parameters())
-        with pytest.raises(UsageError, match=why):
-            outcore.offload(model, optimizer, **settings)
+    model = stack()
+    with pytest.raises(UsageError, match="no meta device"):
+        outcore.offload(model, outcore.AdamW(model.parameters()), device="meta")
     model = stack()
     foreign = outcore.Foreign(torch.optim.RMSprop, model.parameters())
     with pytest.raises(UsageError, match="Foreign"):

@@ -37,9 +37,9 @@ def measured(place: Place) -> dict[str, Any]:
         way = Way(stage, host="256MiB", clip=None, steps=1, precision=place.settings["precision"])
         model = large()
         optimizer = offloaded(model, way, place)
-        _steps(model, optimizer, place, 1)
+        steps(model, optimizer, 1)
         before = outcore.snapshot(model)
-        _steps(model, optimizer, place, 2)
+        steps(model, optimizer, 2)
         after = outcore.snapshot(model)
         engine_of(model).settle()
         moved = (after.moved.get("wire", 0) - before.moved.get("wire", 0)) / 2
@@ -53,8 +53,8 @@ def held(model: Any) -> int:
     return int(outcore.snapshot(model).held["host"]) - engine_of(model).pool.warm
 
 
-def _steps(model: Any, optimizer: Any, place: Place, steps: int) -> None:
-    for _ in range(steps):
+def steps(model: Any, optimizer: Any, number: int) -> None:
+    for _ in range(number):
         model(torch.ones(1, 2, 32)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

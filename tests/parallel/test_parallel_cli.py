@@ -52,8 +52,14 @@ def test_two_ranks_train_and_one_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_batch_that_can_not_be_divided(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [["--split", "speed"], ["--microbatch", "1"]], ids=["speed", "slices"])
+def test_a_batch_that_can_not_be_divided_evenly(flags: list[str], tmp_path: Path) -> None:
     text(tmp_path)
-    odd = torchrun(2, tmp_path, *arguments(tmp_path, 1, "odd"), "--batch-size", 3)
-    assert odd.returncode != 0
-    assert "can't be divided among 2" in odd.stderr
+    alone = outcore(*arguments(tmp_path, 4, "alone"), "--batch-size", 3)
+    assert alone.exit_code == 0, alone.output
+    odd = torchrun(2, tmp_path, *arguments(tmp_path, 4, "odd"), "--batch-size", 3, *flags)
+    assert odd.returncode == 0, odd.stderr
+    for row, other in zip(metrics(tmp_path / "odd"), metrics(tmp_path / "alone"), strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert row["tokens"] == other["tokens"]

@@ -13,7 +13,7 @@ import pytest
 from outcore.errors import DiskFullError
 from outcore.memory.disk import DiskTier
 from outcore.model import weights as weights_of
-from outcore.model.ranked_stage import ShardedStage
+from outcore.model.host_frames import HostFrames
 from outcore.optim.gradients import Gradients
 from outcore.optim.pipeline import Pipeline
 from outcore.optim.reduction import Reduction
@@ -29,9 +29,9 @@ LIMIT = 30.0
 
 POINTS: dict[str, tuple[Any, str, int]] = {
     "first values": (World, "same", 3),
-    "gather in forward": (ShardedStage, "_take", 3),
-    "gather in backward": (ShardedStage, "_take", 9),
-    "gather in the second step": (ShardedStage, "_take", 14),
+    "gather in forward": (HostFrames, "_fill", 3),
+    "gather in backward": (HostFrames, "_fill", 9),
+    "gather in the second step": (HostFrames, "_fill", 14),
     "own gradients": (Reduction, "_collect", 2),
     "summed gradients": (Gradients, "add_range", 3),
     "norm": (World, "all_sums", 2),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import outcore
-from outcore.model.ranked_stage import ShardedStage
+from outcore.model.gathering import Gathering
 from parallel.loops import Way, offloaded, several, stack, train
 from parallel.together import Place, Team, alone, values
 
@@ -88,16 +88,16 @@ def test_recomputed_blocks(two: Team, tmp_path: Path) -> None:
 def ahead(place: Place) -> list[Any]:
     """The same run with and without gathers ahead of use; how many there were."""
     proposed = 0
-    propose = ShardedStage._propose
+    propose = Gathering._propose
 
-    def counted(stage: ShardedStage, unit: Any) -> Any:
+    def counted(gathering: Gathering, unit: Any) -> Any:
         nonlocal proposed
-        found = propose(stage, unit)
+        found = propose(gathering, unit)
         proposed += found is not None
         return found
 
     found: list[Any] = []
-    ShardedStage._propose = counted  # type: ignore[method-assign]
+    Gathering._propose = counted  # type: ignore[method-assign]
     try:
         for prefetch in (True, False):
             way = Way(steps=3)
@@ -108,7 +108,7 @@ def ahead(place: Place) -> list[Any]:
             found.append((result, proposed))
             outcore.release(model)
     finally:
-        ShardedStage._propose = propose  # type: ignore[method-assign]
+        Gathering._propose = propose  # type: ignore[method-assign]
     return found
 
 

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+from emulated import accelerator
+
 PATIENCE = 60.0
 """Seconds that ranks may take for a script."""
 
@@ -66,6 +68,7 @@ class Outcome:
 
 def _serve(rank: int, ranks: int, store: Path, pipe: Any) -> None:
     torch.set_num_threads(1)
+    accelerator.load()  # before the first backward, if a script is to compute on it
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     while True:

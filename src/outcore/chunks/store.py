@@ -13,7 +13,7 @@ import torch
 
 from outcore.chunks.chunk import Chunk, Kind
 from outcore.chunks.layout import Run
-from outcore.memory.host import PAGE, reserve
+from outcore.memory.host import PAGE
 from outcore.memory.place import Place
 
 PlaneType = tuple[str, torch.dtype]
@@ -76,8 +76,12 @@ def typed(region: Place, dtype: torch.dtype, elements: int) -> torch.Tensor:
     return region.tensor[: elements * dtype.itemsize].view(dtype)
 
 
-def gradient_store(name: str, run: Run) -> RunStore:
-    """Chunks for a run's gradients alone, before ranks sum them."""
+def gradient_store(name: str, run: Run, reserve: Reserve) -> RunStore:
+    """Chunks for a run's gradients alone, before ranks sum them.
+
+    Args:
+        reserve: makes their regions (which may have to be reachable by an accelerator).
+    """
     count = run.chunks
 
     def make(itemsize: int) -> tuple[Chunk, ...]:

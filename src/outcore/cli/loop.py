@@ -13,7 +13,6 @@ import torch
 
 import outcore
 from outcore.cli.batches import Batches
-from outcore.cli.ranks import Launch
 from outcore.report.step import Step
 
 
@@ -28,7 +27,7 @@ def train(
     clip: float,
     between: Callable[[], None],
     watch: Callable[[int], AbstractContextManager[None]],
-    launch: Launch,
+    shares: outcore.Shares,
     agree: Callable[[float], float],
 ) -> Iterator[Step]:
     """Take optimizer steps, and yield each one's measurements as it ends.
@@ -40,7 +39,7 @@ def train(
         clip: largest norm of the gradient, 0 for no clipping.
         between: called between passes, where everything is at rest.
         watch: gives, for the number of a step, what to run it in.
-        launch: this rank, which takes its rows of each batch.
+        shares: gives this rank its part of each batch.
         agree: gives the mean loss of all ranks for this one's.
     """
     healthy = True
@@ -50,15 +49,17 @@ def train(
             start = time.perf_counter()
             losses, batch, tokens = [], [], 0
             for _ in range(accumulate):
-                ids = torch.from_numpy(launch.rows(batches.next())).to(device)
-                between()
-                loss = model(input_ids=ids, labels=ids).loss
-                between()
-                optimizer.backward(loss / accumulate if accumulate > 1 else loss)
-                between()
+                whole = torch.from_numpy(batches.next())
+                with shares.part(whole) as part:
+                    ids = part.batch.to(device)
+                    between()
+                    loss = part.weigh(model(input_ids=ids, labels=ids).loss)
+                    between()
+                    optimizer.backward(loss / accumulate if accumulate > 1 else loss)
+                    between()
                 losses.append(loss.detach())
                 batch.append(ids)
-                tokens += ids.numel() * launch.size
+                tokens += whole.numel()
             norm = float(optimizer.clip_grad_norm_(clip)) if clip > 0 else None
             lr = float(optimizer.param_groups[0]["lr"])
             optimizer.step()

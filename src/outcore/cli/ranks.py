@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outcore.cli.settings import Settings
-from outcore.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -33,27 +32,13 @@ class Launch:
     aside: Path | None = None
 
     def settings(self, settings: Settings) -> Settings:
-        """The settings as they are for this rank: the first one alone keeps a log.
-
-        Raises:
-            UsageError: the batch can't be divided.
-        """
-        if settings.batch_size % self.size:
-            raise UsageError(
-                f"--batch-size counts the sequences of all ranks together: {settings.batch_size} can't be divided "
-                f"among {self.size}"
-            )
+        """The settings as they are for this rank: the first one alone keeps a log."""
         if self.aside is None:
             return settings
         return replace(settings, log_dir=self.aside, trace_steps="none")
 
-    def rows(self, batch: Any) -> Any:
-        """This rank's rows of a batch, shape (batch_size, seq_len)."""
-        share = len(batch) // self.size
-        return batch[self.rank * share : (self.rank + 1) * share]
-
     def agreed(self, model: Any, loss: float, stopped: bool) -> tuple[float, bool]:
-        """The mean of all ranks' losses, and whether any of them is to stop."""
+        """The mean of all ranks' losses, each weighed by its rows, and whether any of them is to stop."""
         from outcore.engine import engine_of
 
         words = engine_of(model).ranks.words(struct.pack("<d?", loss, stopped), "the end of a step")
@@ -65,9 +50,9 @@ class Launch:
 def launched(device: torch.device) -> Iterator[Launch]:
     """Inside, the ranks that ``torchrun`` started are joined; without it this is the only one.
 
-    Raises:
-        UsageError: there are several, and they would compute on an accelerator.
+    Of several accelerators in a machine each rank takes one, by its number there.
     """
+    import torch
     import torch.distributed as dist
 
     size = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
@@ -75,7 +60,8 @@ def launched(device: torch.device) -> Iterator[Launch]:
         yield Launch()
         return
     if device.type != "cpu":
-        raise UsageError(f"several ranks can't compute on {device.type} yet: give --device cpu")
+        number = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.accelerator.set_device_index(number % torch.accelerator.device_count())
     dist.init_process_group("gloo")
     try:
         if dist.get_rank() == 0:

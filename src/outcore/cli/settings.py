@@ -52,6 +52,7 @@ class Settings:
     resume: bool = False
     grace: float | None = None
     sharding: str = "parameters"
+    split: str = "even"
 
     def __post_init__(self) -> None:
         options.at_least(2, seq_len=self.seq_len)
@@ -59,6 +60,8 @@ class Settings:
         options.check_seed(self.seed)
         if self.plan not in ("auto", "none"):
             raise UsageError(f"--plan is auto or none, and is {self.plan!r}")
+        if self.split not in ("even", "speed"):
+            raise UsageError(f"--split is even or speed, and is {self.split!r}")
         if self.microbatch is not None:
             options.at_least(1, microbatch=self.microbatch)
             if self.activations not in (None, "recompute"):

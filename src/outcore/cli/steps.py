@@ -105,7 +105,7 @@ class Steps:
                     clip=settings.clip,
                     between=self._interrupts.check if keeping is None else lambda: None,
                     watch=tracer.step,
-                    launch=self._launch,
+                    shares=outcore.shares(self._built.model, settings.split),  # type: ignore[arg-type]
                     agree=lambda loss: self._agree(loss)[0],
                 ):
                     metrics.write(step)

@@ -126,6 +126,13 @@ def train(
             "optimizer's states), gradients (and states), optimizer (states), or none."
         ),
     ] = "parameters",
+    split: Annotated[
+        str,
+        typer.Option(
+            help="Under torchrun, how a batch is divided among ranks: even, or by speed, in proportion to what each "
+            "rank does in a second, as it is measured."
+        ),
+    ] = "even",
 ) -> None:
     """Train a language model with its states spread over accelerator, DRAM and disk."""
     with reported():
@@ -156,6 +163,7 @@ def train(
             resume=resume,
             grace=grace,
             sharding=sharding,
+            split=split,
         )
         run(settings)
 

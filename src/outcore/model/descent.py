@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -161,6 +162,14 @@ class Descent:
             landing.arrived = self._streams.record(stream)
             self._landing.append(landing)
         self.poll()
+
+    def arrive(self, stores: Collection[RunStore]) -> None:
+        """Wait for the gradients of some runs."""
+        wanted = set(stores)
+        for store in [store for store in self._buffers if store in wanted]:
+            self.send(store)
+        while any(landing.store in wanted for landing in self._landing):
+            self._wait_for_first()
 
     def poll(self) -> None:
         """Take what has arrived, without waiting."""

@@ -8,6 +8,9 @@ comes later than every kernel that read it. A gradient buffer belongs to the com
 for the event after it is filled, and the host lets it go only when it has seen the event after the copy down.
 
 A frame's storage is resized to nothing and back, so that aliases saved by autograd follow it.
+
+Frames hold whole runs. Whether this rank keeps all of it or others have slices is a matter of the `Supply` that a frame
+is filled from.
 """
 
 from __future__ import annotations
@@ -18,14 +21,16 @@ from dataclasses import dataclass
 import torch
 
 from outcore.chunks.chunk import Kind
-from outcore.chunks.pool import Access, Guard, Pool
+from outcore.chunks.pool import Pool
+from outcore.chunks.replacers import NEVER
+from outcore.chunks.store import RunStore
 from outcore.errors import BudgetError
 from outcore.memory.device import Streams
 from outcore.memory.ledger import Ledger
 from outcore.model.descent import Descent
 from outcore.model.stage import view
+from outcore.model.supply import Held, Supply
 from outcore.model.unit import Binding, Unit
-from outcore.optim.updates import Updates
 from outcore.trace.clock import Clock
 
 AHEAD = 6
@@ -43,10 +48,13 @@ class Frame:
         flats: one tensor per store; their storages are empty unless the unit is ``here``.
         filled: after the last fill; the compute stream waits for it.
         used: after the last use; freeing waits for it.
+        spent: the values are not to be used again: it goes when the last use is over or room is needed. To free it at
+            once would let copies that come after it on the stream wait for that use.
     """
 
     flats: tuple[torch.Tensor, ...]
     here: bool = False
+    spent: bool = False
     filled: torch.Event | None = None
     used: torch.Event | None = None
 
@@ -56,6 +64,7 @@ class DeviceStage:
 
     Args:
         units: all units, in the order of their numbers.
+        supply: what frames are filled from.
         budget: bytes of device memory for frames, gradient buffers and what the gauge sets aside.
     """
 
@@ -64,17 +73,18 @@ class DeviceStage:
         device: torch.device,
         units: Sequence[Unit],
         pool: Pool,
+        supply: Supply,
         descent: Descent,
         streams: Streams,
         clock: Clock,
         ledger: Ledger,
         budget: int,
-        updates: Updates,
         prefetch: bool,
     ) -> None:
         self.device = device
         self._units = units
         self._pool = pool
+        self._supply = supply
         self._descent = descent
         self._streams = streams
         self._clock = clock
@@ -83,16 +93,15 @@ class DeviceStage:
         self._reserved = 0
         self._ahead = 0
         self._occupied = 0
-        self._updates = updates
         self._prefetch = prefetch
         self._holds_idle = True
         self._frames = {unit: self._frame(unit) for unit in units}
-        self._lifting: list[tuple[torch.Event, Guard, int]] = []
+        self._lifting: list[tuple[torch.Event, Held, int]] = []
 
     def _frame(self, unit: Unit) -> Frame:
         flats = []
         for store in unit.stores:
-            flat = torch.empty(store.run.numel, dtype=store.run.dtype, device=self.device)
+            flat = torch.empty(store.run.entire.numel, dtype=store.run.dtype, device=self.device)
             flat.untyped_storage().resize_(0)
             flats.append(flat)
         return Frame(tuple(flats))
@@ -156,7 +165,7 @@ class DeviceStage:
             victim, furthest = None, beyond
             for unit, frame in self._frames.items():
                 if frame.here and unit.opened == 0:
-                    distance = self._clock.next_use(unit.parameter_chunks[0])
+                    distance = self._next_use(unit)
                     if distance > furthest:
                         victim, furthest = unit, distance
             if victim is None:
@@ -164,34 +173,52 @@ class DeviceStage:
             self._free(victim)
         return True
 
+    def _next_use(self, unit: Unit) -> int:
+        """Ticks until what is on the device of a unit is used again: as far as any of its chunks tells."""
+        if self._frames[unit].spent or not unit.parameter_chunks:
+            return NEVER
+        return self._clock.next_use(unit.parameter_chunks[0])
+
     # -- frames -----------------------------------------------------------------------------------
 
     def views(self, unit: Unit) -> Sequence[torch.Tensor]:
         flat_of = dict(zip(unit.stores, self._frames[unit].flats, strict=True))
-        return [view(flat_of[b.store], b) for b in unit.bindings]
+        return [view(flat_of[b.store], b, b.store.run.first) for b in unit.bindings]
 
     def open(self, unit: Unit) -> None:
+        self._supply.open(unit)
         frame = self._frames[unit]
-        if not frame.here:
+        if not self._is_here(unit):
             self._make_room(unit_bytes(unit))
             self._lift(unit)
+        self._supply.lifted(unit)
         self._await_fill(frame)
         self._look_ahead()
 
     def close(self, unit: Unit) -> None:
-        self._frames[unit].used = self._streams.record(self._streams.compute)
-        if self._holds_idle:
-            self._look_ahead()
-        else:
+        frame = self._frames[unit]
+        frame.used = self._streams.record(self._streams.compute)
+        frame.spent = not self._supply.lasting
+        if not self._holds_idle:
             self._free(unit)
+        self._supply.close(unit)
+        self._look_ahead()
+
+    def _is_here(self, unit: Unit) -> bool:
+        """Whether a unit's values are on the device, and are those of its next use."""
+        frame = self._frames[unit]
+        if frame.spent:
+            self._free(unit)
+        return frame.here
 
     def stale(self, unit: Unit) -> None:
-        if self._frames[unit].here and any(store.run.trained for store in unit.stores):
-            self._free(unit)
+        if any(store.run.trained for store in unit.stores):
+            self.replaced(unit)
 
     def replaced(self, unit: Unit) -> None:
         if self._frames[unit].here:
             self._free(unit)
+        self._supply.changed(unit)
 
     def _lift(self, unit: Unit) -> None:
         """Copy a unit's parameters to the device; one that can't be brought whole is not there."""
@@ -205,19 +232,18 @@ class DeviceStage:
             raise
 
     def _copy_in(self, unit: Unit, frame: Frame) -> None:
-        """Fill a frame chunk by chunk on the copy-in stream."""
+        """Fill a frame piece by piece on the copy-in stream."""
         stream = self._streams.copy_in
-        for store, flat in zip(unit.stores, frame.flats, strict=True):
+        flat_of = dict(zip(unit.stores, frame.flats, strict=True))
+        for store, flat in flat_of.items():
             with stream:
-                flat.untyped_storage().resize_(store.run.nbytes)
-            for k in range(store.run.chunks):
-                self._settle(store.parameters[k].nbytes)
-                guard = self._pool.guard([store.parameters[k]], Access.READ)
-                start, stop = store.run.extent(k)
-                nbytes = (stop - start) * store.run.dtype.itemsize
-                with self._ledger.crossing("device in", store.parameters[k].name, stream, nbytes), stream:
-                    flat[start:stop].copy_(store.parameter(k), non_blocking=True)
-                self._lifting.append((self._streams.record(stream), guard, nbytes))
+                flat.untyped_storage().resize_(store.run.entire.nbytes)
+        for piece in self._supply.pieces(unit):
+            self._settle(piece.nbytes)
+            values, held = piece.take()
+            with self._ledger.crossing("device in", piece.name, stream, piece.nbytes), stream:
+                flat_of[piece.store][piece.start : piece.stop].copy_(values, non_blocking=True)
+            self._lifting.append((self._streams.record(stream), held, piece.nbytes))
         frame.filled = self._streams.record(stream)
 
     def _settle(self, nbytes: int) -> None:
@@ -226,9 +252,16 @@ class DeviceStage:
             self._lifting.pop(0)[1].close()
         bound = max(self._pool.ceiling // 4, nbytes)
         while self._lifting and sum(n for _, _, n in self._lifting) + nbytes > bound:
-            event, guard, _ = self._lifting.pop(0)
+            event, held, _ = self._lifting.pop(0)
             self._await_lift(event)
-            guard.close()
+            held.close()
+
+    def _settle_all(self) -> None:
+        """Wait for all copies in."""
+        while self._lifting:
+            event, held, _ = self._lifting.pop(0)
+            self._await_lift(event)
+            held.close()
 
     def _free(self, unit: Unit) -> None:
         frame = self._frames[unit]
@@ -237,13 +270,16 @@ class DeviceStage:
         for flat in frame.flats:
             with stream:
                 flat.untyped_storage().resize_(0)
-        frame.here, frame.filled, frame.used = False, None, None
+        frame.here, frame.spent, frame.filled, frame.used = False, False, None, None
         self._ledger.hold("device", -unit_bytes(unit), Kind.PARAMETER.value)
 
     def _look_ahead(self) -> None:
         """Lift units needed soon, as far as their chunks are on the host and nothing needed sooner must leave."""
         self._settle(0)
         self._descent.poll()
+        for unit, frame in self._frames.items():
+            if frame.spent and frame.used is not None and frame.used.query():
+                self._free(unit)
         if not (self._prefetch and self._holds_idle):
             return
         beside = self._ahead - self._reserved
@@ -252,11 +288,9 @@ class DeviceStage:
             if near and phase == "backward":
                 beside += self._gradient_room(unit)
             near = False
-            if self._frames[unit].here:
+            if self._is_here(unit):
                 continue
-            if self._updates.is_due(unit.stores):
-                return
-            if not all(chunk.ready for chunk in unit.parameter_chunks):
+            if not self._supply.ready(unit):
                 return
             if not self._try_room(unit_bytes(unit) + beside, distance):
                 return
@@ -280,11 +314,7 @@ class DeviceStage:
         """
         near = [unit for unit in self._units if unit.opened] + [following]
         return max(
-            sum(
-                self._descent.room(s)
-                for s in unit.stores
-                if s.run.trained and not self._descent.has_buffer(s)
-            )
+            sum(self._descent.room(s) for s in self._landing(unit) if not self._descent.has_buffer(s))
             for unit in near
         )
 
@@ -316,8 +346,12 @@ class DeviceStage:
             self._make_room(nbytes)
         self._descent.collect(binding, gradient)
 
+    def _landing(self, unit: Unit) -> Sequence[RunStore]:
+        """The runs that gradients of a unit come down to."""
+        return [store for store in unit.stores if store.run.trained]
+
     def gradients_complete(self, unit: Unit) -> None:
-        for store in unit.stores:
+        for store in self._landing(unit):
             self._descent.send(store)
 
     def backward_over(self) -> None:
@@ -338,10 +372,7 @@ class DeviceStage:
     def synchronize(self) -> None:
         """Wait for all copies: afterwards the host may change what they read."""
         self._descent.drain()
-        while self._lifting:
-            event, guard, _ = self._lifting.pop(0)
-            self._await_lift(event)
-            guard.close()
+        self._settle_all()
 
     def shut(self) -> None:
         self.synchronize()
@@ -349,10 +380,11 @@ class DeviceStage:
         for unit, frame in self._frames.items():
             if frame.here:
                 self._free(unit)
+        self._supply.shut()
         self._ledger.hold("device", -self._occupied)
         self._occupied = 0
 
 
 def unit_bytes(unit: Unit) -> int:
     """Bytes of a unit's frame: its parameters without padding to pages."""
-    return sum(store.run.nbytes for store in unit.stores)
+    return sum(store.run.entire.nbytes for store in unit.stores)

@@ -1,6 +1,7 @@
 """Where a model computes, and what follows from it: which memory its chunks take, its stage and its gauge.
 
-This is the one place that knows whether there is a device tier, and whether there are other ranks.
+A site is made for a device and for a company: `Lone` here, or `Joined` in `outcore.model.ranked_sites`, which
+is the one place that knows of both.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import torch
 
 from outcore.chunks.layout import Run
 from outcore.chunks.pool import Pool
-from outcore.chunks.store import Reserve, RunStore, Span, gradient_store, span_bytes
-from outcore.memory.budget import Budget, Limits
-from outcore.memory.device import Streams, free_bytes
+from outcore.chunks.store import Reserve, RunStore, Span, span_bytes
+from outcore.memory.budget import Limits
+from outcore.memory.device import Streams
 from outcore.memory.frames import Frames
 from outcore.memory.heap import give_back
 from outcore.memory.host import Region, reserve
@@ -23,16 +24,13 @@ from outcore.memory.ledger import Ledger
 from outcore.memory.pinned import PinnedMemory
 from outcore.model.descent import Descent
 from outcore.model.device_stage import DeviceStage
-from outcore.model.policies import Activations
-from outcore.model.ranked_stage import RankedStage, ShardedStage, frame_bytes
 from outcore.model.stage import HostStage, Stage
+from outcore.model.supply import Chunks
 from outcore.model.unit import Extra, Unit
-from outcore.model.weights import Compared, Source
+from outcore.model.weights import Source
 from outcore.optim.gradients import Gradients
-from outcore.optim.kernels import workers
-from outcore.optim.reduction import Reduction, largest_own_chunk, own_gradient_bytes, staging_bytes
 from outcore.optim.updates import Updates
-from outcore.parallel.ranks import Alone, Ranks, World
+from outcore.parallel.ranks import Alone, Ranks
 from outcore.trace.clock import Clock
 from outcore.trace.gauge import Gauge, MeteredGauge
 
@@ -84,8 +82,9 @@ class Site(Protocol):
 class Lone:
     """What a site does where there is one rank: it keeps everything."""
 
+    ranks: Ranks = Alone()
+
     def __init__(self) -> None:
-        self.ranks: Ranks = Alone()
         self._frames = Frames()
 
     def share(self, run: Run) -> Run:
@@ -141,102 +140,6 @@ class HostSite(Lone):
         )
 
 
-class RankedSite(HostSite):
-    """The CPU computes, and there are other ranks."""
-
-    def __init__(self, limits: Limits, world: World) -> None:
-        super().__init__(limits)
-        self.ranks = self._world = world
-        self._states = world.sharding.states
-        self._eager = self._states in ("parameters", "gradients")
-        self._keeps = self._states in ("gradients", "optimizer")
-
-    def share(self, run: Run) -> Run:
-        share = run.share(self._world.slices.size)
-        if self._states == "none":
-            return run.seamed(share)
-        first = self._world.slices.number * share
-        return run.window(first, first + share)
-
-    def extra(self, units: Sequence[Unit]) -> Extra:
-        size = self._world.slices.size
-        stores = [store for unit in units for store in unit.stores]
-        working = staging_bytes(stores, size) + largest_own_chunk(stores)
-        gradients = 0 if self._eager else sum(own_gradient_bytes(store) for store in stores)
-
-        def frame(unit: Unit) -> int:
-            return sum(frame_bytes(store, size) for store in unit.stores)
-
-        if self._states == "none":
-            return Extra(working=working, total=gradients)
-        if not self._keeps:
-            return Extra(frame, working, gradients)
-        frames = sum(map(frame, units))
-        return Extra(working=working + frames, total=frames + gradients)
-
-    def source(self, source: Source) -> Source:
-        return Compared(source, self._world)
-
-    def span(self, run: Run) -> Span:
-        if self._states == "none":
-            return super().span(run)
-        return lambda offset, nbytes: self._frames.place(nbytes)  # no chunk is used where it lies
-
-    def settle(self, run: Run, store: RunStore) -> None:
-        if self._states == "none":
-            super().settle(run, store)
-
-    def furnish(
-        self,
-        units: Sequence[Unit],
-        pool: Pool,
-        gradients: Gradients,
-        clock: Clock,
-        ledger: Ledger,
-        updates: Updates,
-    ) -> Stage:
-        world = self._world
-        world.report_to(ledger)
-        world.same(
-            _layout(units, world), "the layout of the model", "give all of them the same model and settings"
-        )
-        stores = {
-            store: gradient_store(store.name, store.run.entire)
-            for unit in units
-            for store in unit.stores
-            if store.run.trained
-        }
-        own = Gradients(stores.values(), pool, workers())
-        reduction = Reduction(own, gradients, stores, world, pool)
-        if self._states == "none":
-            return RankedStage(units, pool, self._spans, own, stores, reduction, world, self._eager)
-        return ShardedStage(
-            units,
-            pool,
-            own,
-            stores,
-            reduction,
-            world,
-            self._eager,
-            self._keeps,
-            clock,
-            ledger,
-            updates,
-        )
-
-
-def _layout(units: Sequence[Unit], world: World) -> bytes:
-    """What all ranks must have in common."""
-    said: list[str] = [world.sharding.states]
-    for unit in units:
-        said.append(unit.name)
-        for store in unit.stores:
-            run = store.run.entire
-            said.append(f"{run.dtype} {run.trained} {run.numel} {run.cuts} {store.planes}")
-            said += [f"{slot.index} {tuple(slot.shape)}" for slot in run.slots]
-    return "\n".join(said).encode()
-
-
 class DeviceSite(Lone):
     """An accelerator computes; chunks that cross the link lie in page-locked memory."""
 
@@ -269,46 +172,17 @@ class DeviceSite(Lone):
         ledger.budget["device"] = self._budget
         streams = Streams(self.device)
         descent = Descent(self.device, streams, gradients, pool, self._pinned, ledger)
+        supply = Chunks(pool, updates)
         return DeviceStage(
-            self.device, units, pool, descent, streams, clock, ledger, self._budget, updates, self._prefetch
+            self.device, units, pool, supply, descent, streams, clock, ledger, self._budget, self._prefetch
         )
 
     def gauge(self, stage: Stage, pool: Pool, ledger: Ledger, roomy: bool, outside: Outside) -> Gauge:
         assert isinstance(stage, DeviceStage)
-        return MeteredGauge(self.device, "device", stage, ledger, self._budget, False, outside, _nothing)
-
-
-def choose(place: torch.device, budget: Budget, prefetch: bool, ranks: Ranks) -> tuple[Site, Limits]:
-    """The site of a run, and its limits.
-
-    Raises:
-        UsageError, BudgetError: the budget is not one for this machine.
-    """
-    if place.type != "cpu":
-        limits = budget.limits(free_bytes(place))
-        return DeviceSite(place, limits, prefetch), limits
-    limits = budget.limits(None, ranks.neighbours)
-    return RankedSite(limits, ranks) if isinstance(ranks, World) else HostSite(limits), limits
-
-
-def refusal(place: torch.device, whole: bool, planned: bool, activations: Activations) -> str:
-    """Why several ranks can't do this; empty if they can.
-
-    Args:
-        whole: the update needs whole parameters.
-        planned: the settings are a plan's.
-    """
-    if place.type != "cpu":
-        return f"several ranks can't compute on {place.type} yet: give device='cpu', or run one process"
-    if whole:
-        return (
-            "outcore.Foreign needs whole parameters, which no rank has: use one of outcore's own optimizers"
+        tell = partial(self.ranks.tell, "the activations of a pass")
+        return MeteredGauge(
+            self.device, "device", stage, ledger, self._budget, False, outside, _nothing, tell
         )
-    if planned:
-        return "a plan is for one rank yet: give several their budget and settings by hand"
-    if activations.microbatch is not None or activations.loss_slice is not None:
-        return "several ranks can't run a batch in slices yet: leave microbatch and loss_slice out"
-    return ""
 
 
 def _nothing() -> None:

@@ -330,10 +330,6 @@ def _members(sharding: Sharding) -> tuple[list[int], list[list[int]]]:
     if sharding.mesh is None:
         everyone = list(range(dist.get_world_size()))
         return everyone, [everyone]
-    if sharding.mesh.device_type != "cpu":
-        raise UsageError(
-            f"ranks that compute on {sharding.mesh.device_type} are not supported yet: make the mesh for 'cpu'"
-        )
     table = sharding.mesh.mesh.reshape(-1, sharding.mesh.mesh.shape[-1])
     return table.reshape(-1).tolist(), table.tolist()
 
@@ -376,7 +372,7 @@ def join(sharding: Sharding | None, refusal: str = "") -> Ranks:
         refusal: why there can't be several.
 
     Raises:
-        UsageError: there are several, and can't be; a mesh without this rank, or of accelerators.
+        UsageError: there are several, and can't be; or a mesh without some of them.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return Alone()

@@ -48,12 +48,12 @@ def needs(units: Sequence[Unit], points: Sequence[Point], sliced: bool, extra: E
     working, largest, device = 0, "", 0
     for point in points:
         opened = {units[i] for i in point.units} | base
-        frames = sum(s.run.nbytes for u in opened for s in u.stores)
+        whole = [s.run.entire for u in opened for s in u.stores]
+        frames = sum(run.nbytes for run in whole)
         runs = [
-            s.run.numel * (max(4, s.run.dtype.itemsize) if sliced and point.block else s.run.dtype.itemsize)
-            for u in opened
-            for s in u.stores
-            if s.run.trained
+            run.numel * (max(4, run.dtype.itemsize) if sliced and point.block else run.dtype.itemsize)
+            for run in whole
+            if run.trained
         ]
         device = max(device, frames + max(runs, default=0))
         nbytes = sum(u.nbytes + extra.frame(u) for u in opened) + extra.working
