@@ -82,6 +82,9 @@ class Subject:
         precision: what to compute in.
         patterns: names of units, as `outcore.offload` takes them.
 
+    Attributes:
+        taped: whether traces keep what it takes to run them.
+
     Raises:
         ModelError: the model has no parameters, or the optimizer is another model's.
         UsageError: the batch has no tensor.
@@ -100,6 +103,7 @@ class Subject:
         self.rule = optimizer.rule
         self.precision = precision or Precision()
         self.patterns = None if patterns is None else tuple(patterns)
+        self.taped = False
         self._batch = batch
         self._loss = loss or usual_loss
         self._traces: dict[tuple[int, Activations], Trace] = {}
@@ -184,6 +188,7 @@ class Subject:
             self._loss,
             self.precision.dtype,
             activations,
+            self.taped,
         )
 
     def _sliced(self, size: int) -> dict[str, Any]:
