@@ -248,7 +248,8 @@ def _hang(
         warnings.simplefilter("ignore")
         undo += filter(None, [slice_loss(model, activations)])
     gauge, cpu = cast(Any, recorder), torch.device("cpu")
-    undo.append(Laps(model, cpu, dtype, clock, gauge, backward, updates, Alone()).remove)
+    laps = Laps(model, cpu, dtype, clock, gauge, backward, updates, Alone(), lambda *arguments: None)
+    undo.append(laps.remove)
     for parameter, (_, binding) in places.items():
         binding.resting = parameter.data
         if parameter.requires_grad:

@@ -269,6 +269,7 @@ class Planner:
             ranks=ranks,
             tried=self.tried,
             units=subject.patterns,
+            profile=trace.profile(),
         )
 
     # -- what would do ----------------------------------------------------------------------------
