@@ -54,7 +54,7 @@ class Span:
     live: int = 0
     parts: tuple[int, ...] = (0,) * len(CATEGORIES)
     work: Work = field(default_factory=Work.none)
-    tape: Timed = field(default_factory=Tape, repr=False)
+    tape: Timed = field(default_factory=Tape, repr=False, compare=False)
 
 
 class Recorder(TorchDispatchMode):

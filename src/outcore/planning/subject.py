@@ -16,6 +16,7 @@ from outcore.model.trees import tensors_of
 from outcore.model.unit import Unit
 from outcore.model.units import Point, discover
 from outcore.optim.kernels import Rule
+from outcore.planning.depth import Depth
 from outcore.planning.fake_step import Trace, stretched, trace_step
 from outcore.planning.virtual import lay
 
@@ -161,7 +162,7 @@ class Subject:
     def _lay(self, model: nn.Module, chunk_bytes: int) -> tuple[list[Unit], list[Point]]:
         plans, points = discover(model, self.patterns)
         names = dict(model.named_parameters())
-        numbers = {names[name]: number for name, number in self._numbers.items()}
+        numbers = {names[name]: number for name, number in self._numbers.items() if name in names}
         units = lay(plans, wants_fp32(model), self.precision.dtype, self.rule, numbers, chunk_bytes)
         return units, points
 
@@ -181,6 +182,21 @@ class Subject:
         if part is not None and rows > SLICES * part:  # each more is like the last
             short, long = (self.trace(n * part, activations) for n in (SLICES - 1, SLICES))
             return stretched(short, long, rows / part - SLICES)
+        return self._by_depth(rows, activations) or self._whole(rows, activations)
+
+    def _by_depth(self, rows: int, activations: Activations) -> Trace | None:
+        """As few blocks of a deep model tell; see [Note: Depth] in `outcore.planning.depth`."""
+        depth = None if self.patterns is not None else Depth.of(self.model, frozenset(self._numbers))
+        if depth is None:
+            return None
+        try:
+            with depth.shortened():
+                short, names = self._whole(rows, activations), depth.units()
+        except ModelError:  # a model that counts its blocks, or one that can't be traced anyway
+            return None
+        return depth.lengthened(short, names)
+
+    def _whole(self, rows: int, activations: Activations) -> Trace:
         return trace_step(
             self.model,
             lambda model: self._lay(model, 1 << 40),
