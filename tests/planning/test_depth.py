@@ -51,6 +51,7 @@ def t5() -> Any:
         num_heads=4,
         vocab_size=64,
         use_cache=False,
+        decoder_start_token_id=0,
     )
     return hf.T5ForConditionalGeneration(config)
 
