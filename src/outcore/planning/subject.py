@@ -185,7 +185,7 @@ class Subject:
         return self._by_depth(rows, activations) or self._whole(rows, activations)
 
     def _by_depth(self, rows: int, activations: Activations) -> Trace | None:
-        """As few blocks of a deep model tell; see [Note: Depth] in `outcore.planning.depth`."""
+        """As a few blocks of a deep model tell, if they do; see `outcore.planning.depth`."""
         depth = None if self.patterns is not None else Depth.of(self.model, frozenset(self._numbers))
         if depth is None:
             return None
