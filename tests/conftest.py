@@ -7,11 +7,19 @@ import pytest
 from emulated import accelerator
 from emulated.fixtures import emu
 from exact.devices import device
+from outcore.planning.prelude import Rehearsing
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 __all__ = ["device", "emu"]
+
+
+@pytest.fixture(autouse=True)
+def _unrehearsed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rehearsal takes a fifth of a second, a run of most tests less: those that are about it ask for it."""
+    if request.node.get_closest_marker("rehearsed") is None:
+        monkeypatch.setattr(Rehearsing, "before", lambda *arguments: None)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

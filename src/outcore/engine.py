@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,13 @@ from outcore.optim.scaling import LossScale
 from outcore.optim.updates import NoUpdates, Updates
 from outcore.parallel.ranks import join
 from outcore.parallel.sharding import Sharding
+from outcore.planning import outcome
 from outcore.planning.effective import Effective, check_fit, effective
 from outcore.planning.minimum import check, needs
 from outcore.planning.plan import Plan
+from outcore.planning.prelude import prelude
 from outcore.trace.clock import Clock
+from outcore.trace.profile import Profile
 from outcore.trace.schedule import Schedule
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
@@ -118,6 +122,8 @@ class Engine:
         )
         self.backward = BackwardPass(self.residency, self.stage.gradients_complete, self.stage.backward_over)
         self._resting: dict[int, str] = {}
+        budgets = outcome.Limits(limits.device, limits.host, disk_bytes)
+        self.prelude = prelude(model, optimizer, self.ranks.size, settings, budgets, found.total)
         ending.enter(self)
 
     # -- construction -----------------------------------------------------------------------------
@@ -144,8 +150,9 @@ class Engine:
         self._undo += treat_blocks(self.points, self.activations, self._summed)
         self._undo += filter(None, [slice_loss(model, self.activations)])
         device, dtype = self.stage.device, self.precision.dtype
+        before = partial(self.prelude.before, self)
         self.laps = Laps(
-            model, device, dtype, self.clock, self.gauge, self.backward, self.updates, self.ranks
+            model, device, dtype, self.clock, self.gauge, self.backward, self.updates, self.ranks, before
         )
         self._undo.append(self.laps.remove)
         self._places = {b.parameter: (u.index, i) for u in self.units for i, b in enumerate(u.bindings)}
@@ -162,6 +169,21 @@ class Engine:
             self._undo.append(lambda: vars(model).pop("zero_grad", None))
             scale = LossScale() if self.precision.compute == "fp16" else None
             self.optimizer.bind(self, scale)
+        self.prelude.hung()
+
+    def treat(self, activations: Activations) -> None:
+        """Blocks, which kept their activations so far, do this with them from now on."""
+        self.activations = activations
+        self._undo += treat_blocks(self.points, activations, self._summed)
+
+    def expect(self, profile: Profile) -> None:
+        """A training lap that nobody measured yet will take so much."""
+        self.gauge.expect(profile)
+
+    def foreseen(self, profile: Profile) -> None:
+        """Likewise, and the first batch is known to fit."""
+        self.expect(profile)
+        self.prelude.known()
 
     def _watch(self, parameter: nn.Parameter, place: tuple[int, int]) -> Any:
         # Python's collector doesn't see hooks that a tensor holds: they must not hold what holds the tensor.
@@ -327,7 +349,8 @@ def offload(
             inference.
         budget: bytes per tier. By default what the machine leaves free, and no disk.
         precision: the dtype to compute in; bf16 with fp32 masters by default.
-        activations: whether blocks keep or recompute what backward needs.
+        activations: whether blocks keep or recompute what backward needs. By default they keep it if the budgets hold
+            that for the first batch, and recompute it otherwise; the result is the same to the bit.
         device: where to compute; by default the accelerator if there is one.
         weights: a directory of safetensors files to load from.
         units: names (or shell patterns) of modules to fetch as a whole, where the default is not right.
@@ -389,6 +412,8 @@ def offload(
                 source = weights_of.InMemory()
             engine.fill(site.source(source))
             engine.attach()
+            if plan is not None and plan.profile is not None:
+                engine.foreseen(plan.profile)
         except BaseException:
             engine.shut()
             raise

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from engine.twin import WIDTH, Run, adamw, same
 from exact.shapes import Block, Stack
 
+pytestmark = pytest.mark.rehearsed
+
 
 class Whole(Stack):
     """Parameters of integers and truth values, buffers of several kinds."""

@@ -53,6 +53,7 @@ def test_recomputation(shape: Shape, accumulate: int, tmp_path: Path) -> None:
     ).assert_equal(in_memory(shape, loop, adamw))
 
 
+@pytest.mark.rehearsed
 @ALL
 def test_fp32(shape: Shape, tmp_path: Path) -> None:
     loop = Loop(precision="fp32", accumulate=2)

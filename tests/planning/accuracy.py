@@ -99,7 +99,13 @@ class Measured:
     seconds: float
 
 
-def measure(case: Case, limits: Limits, folder: Path, steps: int = STEPS) -> Measured:
+def measure(
+    case: Case,
+    limits: Limits,
+    folder: Path,
+    steps: int = STEPS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Measured:
     """Run it."""
     model = case.model()
     optimizer = outcore.AdamW(model.parameters())
@@ -117,12 +123,12 @@ def measure(case: Case, limits: Limits, folder: Path, steps: int = STEPS) -> Mea
         first: Mapping[str, int] = {}
         for number in range(steps):
             before = outcore.snapshot(model)
-            start = time.perf_counter()
+            start = clock()
             for _ in range(case.accumulate):
                 model(**batch).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            seconds.append(time.perf_counter() - start)
+            seconds.append(clock() - start)
             after = outcore.snapshot(model)
             if number == 0:
                 first = after.peak

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -18,12 +19,19 @@ from outcore.parallel.ranks import Ranks
 from outcore.trace.clock import Clock
 from outcore.trace.gauge import Gauge
 
+Before = Callable[[tuple[Any, ...], dict[str, Any], int], None]
+"""Takes the arguments of a forward and the elements of its inputs."""
+
+TRAINING = ("forward", True, True)
+"""The key of a forward with gradients, of a model in training."""
+
 
 class Laps:
     """Begins a lap with each outermost forward of the model, on inputs moved and cast to where it computes.
 
     Args:
         dtype: floating inputs are cast to it, as the parameters were.
+        before: told of each forward with gradients, in training, before it begins.
     """
 
     def __init__(
@@ -36,6 +44,7 @@ class Laps:
         backward: BackwardPass,
         updates: Updates,
         ranks: Ranks,
+        before: Before,
     ) -> None:
         self._device = device
         self._dtype = dtype
@@ -44,6 +53,7 @@ class Laps:
         self._backward = backward
         self._updates = updates
         self._ranks = ranks
+        self._before = before
         self._depth = 0
         self._outermost: FrameType | None = None
         self._handles = [
@@ -79,6 +89,9 @@ class Laps:
             size = sum(tensor.numel() for tensor in tensors_of((args, kwargs)))
             self._backward.reset()  # of a pass that raised
             key = ("forward", torch.is_grad_enabled(), module.training)
+            if key == TRAINING:
+                self._gauge.end()  # of a lap before, whose meter would see what this computes
+                self._before(args, kwargs, size)
             with self._ranks.telling("the beginning of a forward"):
                 self._gauge.begin(key, size)
                 self._clock.lap((*key, self._updates.outstanding))  # then updates come between the units

@@ -1,64 +1,18 @@
 """The pool of `outcore.chunks.pool` on a virtual clock.
 
-The same states, the same rule of room and the same victims (Belady over the known order; among equals a clean one,
-then the least recently used), without threads and bytes. A heap stands for the pool's search, because a plan
-runs through many more settings than a run.
+The same states, the same rule of room and the same victims (`outcore.planning.victims`), without threads and bytes.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
-from typing import Protocol
 
 from outcore.chunks.chunk import Residence
 from outcore.errors import BudgetError
+from outcore.planning.beside import FOREVER, Beside, Nobody
 from outcore.planning.flow import Disk, Piece
 from outcore.planning.route import Foresight, Route
-
-FOREVER = 1e30
-"""A moment that does not come."""
-
-
-class Beside(Protocol):
-    """Somebody who works beside the training thread."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether something is under way that will make room."""
-
-    @property
-    def leaves(self) -> float:
-        """The share of its speed that the training thread keeps now."""
-
-    def next_end(self, now: float, shared: bool) -> float:
-        """When the work under way is over, if all stays as it is; `FOREVER` if there is none.
-
-        Args:
-            shared: the training thread works, too.
-        """
-
-    def work(self, seconds: float, shared: bool) -> None:
-        """So much time passes; ``shared`` likewise."""
-
-    def look(self) -> None:
-        """Something may have happened: go on."""
-
-
-class Nobody:
-    """No one."""
-
-    busy = False
-    leaves = 1.0
-
-    def next_end(self, now: float, shared: bool) -> float:
-        return FOREVER
-
-    def work(self, seconds: float, shared: bool) -> None:
-        """Nothing to do."""
-
-    def look(self) -> None:
-        """Nothing to do."""
+from outcore.planning.victims import Victims
 
 
 def refused(tier: str, needed: int, budget: int) -> BudgetError:
@@ -98,6 +52,7 @@ class Cache:
         self._disk_budget = disk_budget
         self._route = route
         self._foresight = Foresight(route)
+        self._victims = Victims(route, bool(disk_budget))
         self.disk = Disk(read, write, self._moved) if disk_budget else None
         self.now = 0.0
         self.position = -1
@@ -115,7 +70,6 @@ class Cache:
         self._count = 0
         self._resident: dict[Piece, None] = {}  # in order: a set would be in that of addresses
         self._warm: dict[Piece, None] = {}
-        self._heap: list[tuple[int, bool, int, int, Piece]] = []
         self._needed: frozenset[Piece] = frozenset()
 
     @property
@@ -211,11 +165,11 @@ class Cache:
         if route is self._route:
             return
         self._route, self._foresight = route, Foresight(route, position)
-        self._heap.clear()
+        self._victims = Victims(route, self.disk is not None)
         for piece in self._resident:
             if piece.pins == 0:
                 piece.next = route.next_use(piece, self.position)
-                self._offer(piece)
+                self._victims.offer(piece)
 
     def advance(self, position: int) -> None:
         """The run is at this tick."""
@@ -246,7 +200,7 @@ class Cache:
         for piece in pieces:
             piece.pins -= 1
             if piece.pins == 0:
-                self._offer(piece)  # the search may have met it while it was pinned
+                self._victims.offer(piece)  # the search may have met it while it was pinned
         return False
 
     def touch(self, pieces: Sequence[Piece]) -> None:
@@ -294,7 +248,7 @@ class Cache:
             piece.pins -= 1
             if piece.pins == 0:
                 piece.next = self._route.next_use(piece, self.position)
-                self._offer(piece)
+                self._victims.offer(piece)
         if self.used + self.reserved > self._budget:
             self._try_room(0, -1, self._budget - self.reserved)
         self._pump(self.now)
@@ -340,7 +294,7 @@ class Cache:
                 continue
             if self._leaving >= self.used + nbytes - ceiling:
                 return False
-            victim = self._victim(beyond)
+            victim = self._victims.take(beyond, self.position, self._needed)
             if victim is None:
                 return False
             self._evict(victim, self.now)
@@ -354,47 +308,6 @@ class Cache:
         del self._warm[piece]
         self.used -= piece.nbytes
         return True
-
-    def _victim(self, beyond: int) -> Piece | None:
-        """What is used last, of what the present tick doesn't need; a demand takes even that."""
-        kept: list[Piece] = []
-        found = self._search(beyond, kept)
-        if found is None and beyond < 0 and kept:
-            found = kept.pop(0)
-        for piece in kept:
-            self._offer(piece)
-        return found
-
-    def _search(self, beyond: int, kept: list[Piece]) -> Piece | None:
-        heap = self._heap
-        while heap:
-            key, _, last, _, piece = heap[0]
-            valid = piece.pins == 0 and piece.last == last and -key == piece.next
-            if not valid or piece.residence not in (Residence.CLEAN, Residence.DIRTY):
-                heapq.heappop(heap)
-                continue
-            if piece.residence is Residence.DIRTY and self.disk is None:
-                heapq.heappop(heap)
-                continue
-            now = self._route.next_use(piece, self.position)
-            if now != piece.next:  # it came into sight, or a tick that named it passed without using it
-                heapq.heappop(heap)
-                piece.next = now
-                self._offer(piece)
-                continue
-            if piece.next <= beyond:
-                return None
-            heapq.heappop(heap)
-            if piece in self._needed:
-                kept.append(piece)
-                continue
-            return piece
-        return None
-
-    def _offer(self, piece: Piece) -> None:
-        if piece.residence in (Residence.CLEAN, Residence.DIRTY):
-            dirty = piece.residence is Residence.DIRTY
-            heapq.heappush(self._heap, (-piece.next, dirty, piece.last, piece.key, piece))
 
     def _evict(self, piece: Piece, now: float) -> None:
         if piece.residence is Residence.CLEAN:
@@ -446,7 +359,7 @@ class Cache:
             if piece.pins == 0 and (self.used + self.reserved > self._budget or not self.holding):
                 self._leave(piece)
             elif piece.pins == 0:
-                self._offer(piece)
+                self._victims.offer(piece)
         elif piece.pins == 0:
-            self._offer(piece)
+            self._victims.offer(piece)
         self._pump(end)

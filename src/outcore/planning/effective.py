@@ -24,7 +24,11 @@ CHUNK = "8MiB"
 
 @dataclass(frozen=True)
 class Effective:
-    """Settings of `outcore.offload`, each decided."""
+    """Settings of `outcore.offload`, each decided.
+
+    Attributes:
+        free: whether nobody named activations, so that the first batch may decide about them.
+    """
 
     budget: Budget
     precision: Precision
@@ -32,6 +36,7 @@ class Effective:
     units: Sequence[str] | None
     chunk_bytes: int
     prefetch: bool
+    free: bool = False
 
 
 def effective(
@@ -59,6 +64,7 @@ def effective(
         units,
         chunk_bytes,
         prefetch,
+        activations is None,
     )
     if plan is None:
         return asked

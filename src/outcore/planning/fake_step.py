@@ -38,6 +38,7 @@ from outcore.model.units import Point
 from outcore.optim.updates import NoUpdates
 from outcore.parallel.ranks import Alone
 from outcore.planning.recorder import WITHIN, Recorder, Span
+from outcore.planning.tape import Recording, Stretched
 from outcore.planning.work import Work
 from outcore.trace.profile import Profile
 
@@ -87,6 +88,7 @@ def trace_step(
     loss: Callable[[Any], torch.Tensor],
     dtype: torch.dtype,
     activations: Activations,
+    taped: bool = False,
 ) -> Trace:
     """Trace one forward and backward.
 
@@ -97,6 +99,7 @@ def trace_step(
         loss: from the model's output, a scalar.
         dtype: what the model computes in.
         activations: what blocks do with theirs, and in which slices blocks and loss run.
+        taped: keep what it takes to run the spans (see `outcore.planning.tape`).
 
     Raises:
         ModelError: the model can't be traced: its shapes depend on values, or it raises.
@@ -104,7 +107,7 @@ def trace_step(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with _faked(model, mode, dtype):
         units, points = lay(model)
-        recorder = Recorder()
+        recorder = Recorder(Recording() if taped else None)
         tokens = 0
         undo = _hang(model, units, points, recorder, dtype, activations)
         try:
@@ -149,7 +152,8 @@ def stretched(short: Trace, long: Trace, times: float) -> Trace:
         )
         parts = tuple(map(further, a.parts, b.parts))
         peak, live = further(a.peak, b.peak), further(a.live, b.live)
-        spans.append(Span(b.event, peak, live, parts, Work(flops, nbytes, operators, attention, operands)))
+        work = Work(flops, nbytes, operators, attention, operands)
+        spans.append(Span(b.event, peak, live, parts, work, Stretched(a.tape, b.tape, times)))
     growth = max(span.peak for span in spans) * long.growth // max(1, long.peak)
     return Trace(spans, growth, further(short.tokens, long.tokens), long.wide)
 
@@ -244,7 +248,8 @@ def _hang(
         warnings.simplefilter("ignore")
         undo += filter(None, [slice_loss(model, activations)])
     gauge, cpu = cast(Any, recorder), torch.device("cpu")
-    undo.append(Laps(model, cpu, dtype, clock, gauge, backward, updates, Alone()).remove)
+    laps = Laps(model, cpu, dtype, clock, gauge, backward, updates, Alone(), lambda *arguments: None)
+    undo.append(laps.remove)
     for parameter, (_, binding) in places.items():
         binding.resting = parameter.data
         if parameter.requires_grad:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from outcore.errors import UsageError
+from outcore.planning.timing import Rates, Timing
 
 DTYPES = ("bf16", "fp16", "fp32")
 """The precisions a machine states a rate for."""
@@ -110,6 +111,10 @@ class Machine:
     def beside(self) -> float:
         """``both``, known or not."""
         return self.both or (1.0 if self.device is None else 2.0)
+
+    def timing(self) -> Timing:
+        """How long spans of a traced step take on it."""
+        return Rates(self)
 
     def rate(self, dtype: str) -> float:
         """Operations per second that matrix products reach in this precision.

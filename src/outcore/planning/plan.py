@@ -13,6 +13,7 @@ from outcore.planning.outcome import Limits, Outcome
 from outcore.planning.settings import said
 from outcore.planning.strategies import Row
 from outcore.planning.subject import Facts
+from outcore.trace.profile import Profile
 
 DAY = 86_400
 YEAR = 365 * DAY
@@ -45,6 +46,7 @@ class Plan:
         ranks: for which the table was made.
         tried: how many settings were simulated.
         units: names of units, as `outcore.offload` takes them.
+        profile: what activations take in one pass, window by window.
     """
 
     budget: Budget
@@ -66,6 +68,7 @@ class Plan:
     ranks: int
     tried: int
     units: tuple[str, ...] | None = None
+    profile: Profile | None = field(default=None, repr=False)
 
     @property
     def tokens_per_second(self) -> float:

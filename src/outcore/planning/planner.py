@@ -148,6 +148,8 @@ class Planner:
         self._machine = machine
         self._limits = limits
         self._on_host = machine.device is None
+        self._timing = machine.timing()
+        subject.taped = self._timing.taped
         self.tried = 0
         machine.rate(subject.precision.compute)  # refused before anything is traced
 
@@ -182,6 +184,7 @@ class Planner:
             accumulate=settings.accumulate,
             occupied=subject.occupied,
             found=found,
+            timing=self._timing,
         )
 
     def fits(self, settings: Settings) -> Outcome | None:
@@ -266,6 +269,7 @@ class Planner:
             ranks=ranks,
             tried=self.tried,
             units=subject.patterns,
+            profile=trace.profile(),
         )
 
     # -- what would do ----------------------------------------------------------------------------

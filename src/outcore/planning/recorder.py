@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from outcore.model.unit import Unit
+from outcore.planning.tape import Recording, Tape, Timed
 from outcore.planning.work import Work
 
 CATEGORIES = ("inputs", "activations", "logits", "working set", "gradients")
@@ -45,6 +46,7 @@ class Span:
         live: bytes alive at its end.
         parts: the peak, by `CATEGORIES`.
         work: what is computed in it.
+        tape: the same, to be run; empty unless it was recorded.
     """
 
     event: Event
@@ -52,14 +54,21 @@ class Span:
     live: int = 0
     parts: tuple[int, ...] = (0,) * len(CATEGORIES)
     work: Work = field(default_factory=Work.none)
+    tape: Timed = field(default_factory=Tape, repr=False, compare=False)
 
 
 class Recorder(TorchDispatchMode):
-    """Cuts the step in spans, and counts. A clock and a gauge to the hooks."""
+    """Cuts the step in spans, and counts. A clock and a gauge to the hooks.
 
-    def __init__(self) -> None:
+    Args:
+        recording: writes tapes of the spans; none are written without.
+    """
+
+    def __init__(self, recording: Recording | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.spans = [Span(("begin", -1))]
+        self._recording = recording
+        self._tape = cast(Tape, self.spans[-1].tape)
         self.growth = 0
         self.last_block = -1
         self.sliced: frozenset[int] = frozenset()
@@ -99,7 +108,8 @@ class Recorder(TorchDispatchMode):
         """Begin a new span."""
         self.spans[-1].live = self._live
         if event[0] != "end":
-            self.spans.append(Span(event, self._live, self._live, tuple(self._parts)))
+            self._tape = Tape()
+            self.spans.append(Span(event, self._live, self._live, tuple(self._parts), tape=self._tape))
 
     def gradient(self, unit: Unit, gradient: torch.Tensor, wide: bool) -> None:
         """A storage turned out to be a parameter's gradient.
@@ -154,6 +164,8 @@ class Recorder(TorchDispatchMode):
             self._holding.add(result.untyped_storage()._cdata)
         if not self._is_probing():
             self.spans[-1].work.note(func, args, kwargs, result)
+            if self._recording is not None and func not in _DEPENDS:
+                self._recording.ran(self._tape, func, args, kwargs, result)
         return result
 
     def _is_probing(self) -> bool:
@@ -201,6 +213,8 @@ class Recorder(TorchDispatchMode):
             del self._charged[key]
         self._live -= entry[0]
         self._parts[entry[1]] -= entry[0]
+        if self._recording is not None:
+            self._recording.died(self._tape, key)
 
     def _grow(self) -> None:
         """What `outcore.trace.gauge` does at a new peak of the lap that it measures, if there is room."""

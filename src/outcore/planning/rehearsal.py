@@ -78,6 +78,10 @@ class Rehearsal:
             remedy += f"; or {change}"
         raise BudgetError(tier, needed, there, remedy)
 
+    def fits(self, limits: Limits) -> bool:
+        """Whether budgets hold the step, for whoever has other settings to try."""
+        return shortage(self.least, self.whole, limits) is None
+
     def _changes(self, limits: Limits) -> Iterator[str]:
         """Single changes that make it fit, the gentlest first; the first of each kind."""
         asked, rows = self._asked.activations, self._subject.batch_size

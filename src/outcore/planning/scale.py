@@ -29,9 +29,9 @@ from outcore.planning.cluster import Cluster, Fabric, Group
 from outcore.planning.fake_step import Trace
 from outcore.planning.flow import Link
 from outcore.planning.settings import SLICE_TOKENS, Settings
-from outcore.planning.simulator import seconds_of
 from outcore.planning.strategies import Row, Share, Sizes
 from outcore.planning.subject import Subject
+from outcore.planning.timing import seconds_of
 
 AHEAD = 2
 """Units that are gathered before they are used."""

@@ -6,9 +6,8 @@ serve what was asked of them in the meantime. Nothing is random and nothing slee
 plan. The first step runs as a run's first does (nothing idle stays while activations are measured, and there is no
 update before it); the last one counts for time, the highest for memory.
 
-A span's time is the time of its matrix products and its attention at the machine's rates, and of everything else at
-the bandwidth of its memory. Products also read and write what they multiply, and operators cost something to launch: an
-accelerator does either beside computing, while on a CPU the few threads that compute wait for both.
+How long a span computes is found by running it, where the machine is at hand, or follows from the machine's rates
+(`outcore.planning.timing`).
 
 [Note: A step]
 As `outcore.engine` has it: a step marks updates as due. They are done under the next forward, by a thread of their own
@@ -37,8 +36,8 @@ from outcore.planning.outcome import Limits, Outcome
 from outcore.planning.pieces import Pieces, StorePieces
 from outcore.planning.recorder import WITHIN
 from outcore.planning.route import Route
+from outcore.planning.timing import Timing
 from outcore.planning.updates import Job, Updater
-from outcore.planning.work import Work
 
 STEPS = 3
 """Steps that are simulated: by the third, where things lie has settled."""
@@ -53,6 +52,7 @@ class Simulation:
         accumulate: micro-batches of a step.
         occupied: bytes of buffers and resting tensors where the model computes.
         found: what `outcore.planning.minimum.needs` says of the same units.
+        timing: how long spans take.
 
     Attributes:
         updates_at_once: whether updates are done in the step, because there is no room beside a forward.
@@ -68,6 +68,7 @@ class Simulation:
         accumulate: int,
         occupied: int,
         found: Needs,
+        timing: Timing,
     ) -> None:
         self._machine = machine
         self._limits = limits
@@ -78,7 +79,7 @@ class Simulation:
         self._profile = trace.profile()
         on_host = limits.device is None
         self._roomy = 2 * found.total <= limits.host and on_host
-        self._seconds = [seconds_of(span.work, machine) for span in trace.spans]
+        self._seconds = [timing.seconds(span) for span in trace.spans]
         self._narrow = self._wide = self._route = Route(
             laps(trace, self._stores, accumulate, False), len(pieces)
         )
@@ -347,17 +348,3 @@ class Simulation:
     def _spend(self, seconds: float) -> None:
         self._compute += seconds
         self._cache.work(seconds, shared=True)
-
-
-def seconds_of(work: Work, machine: Machine) -> float:
-    """Seconds that a span takes on the machine; see [Note: Clock]."""
-    slowest = min(machine.flops.values())  # for a precision that nobody stated a rate for
-    products = 0.0
-    for dtype, count in work.flops.items():
-        attention = work.attention.get(dtype, 0)
-        rate = machine.flops.get(dtype, slowest) * machine.reached
-        products += (count - attention + attention / machine.attention) / rate
-    rest, launches = work.nbytes / machine.compute_bandwidth, work.operators * machine.overhead
-    if machine.device is None:
-        return products + work.operands / machine.host_bandwidth + rest + launches
-    return max(max(products, work.operands / machine.compute_bandwidth) + rest, launches)

@@ -16,6 +16,7 @@ from outcore.model.trees import tensors_of
 from outcore.model.unit import Unit
 from outcore.model.units import Point, discover
 from outcore.optim.kernels import Rule
+from outcore.planning.depth import Depth
 from outcore.planning.fake_step import Trace, stretched, trace_step
 from outcore.planning.virtual import lay
 
@@ -82,6 +83,9 @@ class Subject:
         precision: what to compute in.
         patterns: names of units, as `outcore.offload` takes them.
 
+    Attributes:
+        taped: whether traces keep what it takes to run them.
+
     Raises:
         ModelError: the model has no parameters, or the optimizer is another model's.
         UsageError: the batch has no tensor.
@@ -100,6 +104,7 @@ class Subject:
         self.rule = optimizer.rule
         self.precision = precision or Precision()
         self.patterns = None if patterns is None else tuple(patterns)
+        self.taped = False
         self._batch = batch
         self._loss = loss or usual_loss
         self._traces: dict[tuple[int, Activations], Trace] = {}
@@ -157,7 +162,7 @@ class Subject:
     def _lay(self, model: nn.Module, chunk_bytes: int) -> tuple[list[Unit], list[Point]]:
         plans, points = discover(model, self.patterns)
         names = dict(model.named_parameters())
-        numbers = {names[name]: number for name, number in self._numbers.items()}
+        numbers = {names[name]: number for name, number in self._numbers.items() if name in names}
         units = lay(plans, wants_fp32(model), self.precision.dtype, self.rule, numbers, chunk_bytes)
         return units, points
 
@@ -177,6 +182,21 @@ class Subject:
         if part is not None and rows > SLICES * part:  # each more is like the last
             short, long = (self.trace(n * part, activations) for n in (SLICES - 1, SLICES))
             return stretched(short, long, rows / part - SLICES)
+        return self._by_depth(rows, activations) or self._whole(rows, activations)
+
+    def _by_depth(self, rows: int, activations: Activations) -> Trace | None:
+        """As a few blocks of a deep model tell, if they do; see `outcore.planning.depth`."""
+        depth = None if self.patterns is not None else Depth.of(self.model, frozenset(self._numbers))
+        if depth is None:
+            return None
+        try:
+            with depth.shortened():
+                short, names = self._whole(rows, activations), depth.units()
+        except ModelError:  # a model that counts its blocks, or one that can't be traced anyway
+            return None
+        return depth.lengthened(short, names)
+
+    def _whole(self, rows: int, activations: Activations) -> Trace:
         return trace_step(
             self.model,
             lambda model: self._lay(model, 1 << 40),
@@ -184,6 +204,7 @@ class Subject:
             self._loss,
             self.precision.dtype,
             activations,
+            self.taped,
         )
 
     def _sliced(self, size: int) -> dict[str, Any]:

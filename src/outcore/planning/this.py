@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,8 @@ from outcore.memory.budget import available_disk, host_capacity
 from outcore.memory.device import find, free_bytes
 from outcore.planning.machine import Machine
 from outcore.planning.machine_file import read
+from outcore.planning.timebook import Timebook
+from outcore.planning.timing import Replays, Timing
 
 
 def profile_path() -> Path:
@@ -22,6 +24,21 @@ def profile_path() -> Path:
         Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     )  # the rule of the XDG specification
     return folder / "outcore" / "machine.toml"
+
+
+@dataclass(frozen=True)
+class Here(Machine):
+    """A machine that is at hand: what its CPU computes is run rather than rated."""
+
+    @classmethod
+    def of(cls, machine: Machine) -> Here:
+        """The same machine, known to be this one."""
+        return cls(**{field.name: getattr(machine, field.name) for field in fields(machine)})
+
+    def timing(self) -> Timing:
+        if self.device is not None:
+            return super().timing()
+        return Replays(self, Timebook(profile_path().with_name("spans.json"), self.date))
 
 
 def sizes(device: torch.device, folder: str | os.PathLike[str] | None) -> tuple[int | None, int, int]:
@@ -51,4 +68,4 @@ def this(folder: str | os.PathLike[str] | None = None) -> Machine:
     on_device, host, disk = sizes(device, folder)
     if (on_device is None) != (found.device is None):
         raise UsageError(f"the profile in {path} is of another device: run outcore profile again")
-    return replace(found, device=on_device, host=host, disk=found.disk if folder is None else disk)
+    return replace(Here.of(found), device=on_device, host=host, disk=found.disk if folder is None else disk)

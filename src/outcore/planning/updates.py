@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from outcore.chunks.chunk import Residence
-from outcore.planning.cache import FOREVER, Cache
+from outcore.planning.beside import FOREVER
+from outcore.planning.cache import Cache
 from outcore.planning.flow import Piece
 
 
@@ -39,7 +40,7 @@ class Job:
 
 
 class Updater:
-    """The thread, and what the training thread does of its work. Is `outcore.planning.cache.Beside`.
+    """The thread, and what the training thread does of its work. Is `outcore.planning.beside.Beside`.
 
     Args:
         both: what computing and an update reach together when both run, compared with one alone.

@@ -1,0 +1,97 @@
+"""How long the spans of a traced step take: by a machine's rates, or by running them.
+
+[Note: Rates]
+A span's time is the time of its matrix products and its attention at the machine's rates, and of everything else at
+the bandwidth of its memory. Products also read and write what they multiply, and operators cost something to launch: an
+accelerator does either beside computing, while on a CPU the few threads that compute wait for both.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from outcore.planning.recorder import Span
+from outcore.planning.replay import Clock, replay
+from outcore.planning.tape import Tape
+from outcore.planning.timebook import Timebook
+from outcore.planning.work import Work
+
+if TYPE_CHECKING:
+    from outcore.planning.machine import Machine
+
+LONGEST = 3.0
+"""Seconds by the machine's rates above which a span is not run: a plan should not take as long as the step."""
+
+SHARE = 8
+"""A span whose storages take more than this part of the machine's memory is not run either."""
+
+
+class Timing(Protocol):
+    """Says how long spans take."""
+
+    taped: bool
+    """Whether it needs what it takes to run them."""
+
+    def seconds(self, span: Span) -> float:
+        """How long a span takes."""
+
+
+class Rates:
+    """By the rates that a machine states; see [Note: Rates]."""
+
+    taped = False
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def seconds(self, span: Span) -> float:
+        return seconds_of(span.work, self._machine)
+
+
+class Replays:
+    """By running each kind of span once on this machine's CPU; by rates, what can't be run.
+
+    Args:
+        book: what was found before.
+    """
+
+    taped = True
+
+    def __init__(self, machine: Machine, book: Timebook, clock: Clock = time.perf_counter) -> None:
+        self._rates = Rates(machine)
+        self._most = machine.host // SHARE
+        self._book = book
+        self._clock = clock
+
+    def seconds(self, span: Span) -> float:
+        rated = self._rates.seconds(span)
+        if rated > LONGEST:
+            return rated
+        try:
+            return span.tape.seconds(self._run)
+        except (RuntimeError, MemoryError, IndexError, NotImplementedError, ValueError, TypeError):
+            return rated  # an operator that made-up values don't suit, or more memory than there is
+
+    def _run(self, tape: Tape) -> float:
+        found = self._book.get(tape.signature)
+        if found is None:
+            if tape.nbytes > self._most:
+                raise MemoryError
+            found = replay(tape, self._clock)
+            self._book.put(tape.signature, found)
+        return found
+
+
+def seconds_of(work: Work, machine: Machine) -> float:
+    """Seconds that work takes at a machine's rates; see [Note: Rates]."""
+    slowest = min(machine.flops.values())  # for a precision that nobody stated a rate for
+    products = 0.0
+    for dtype, count in work.flops.items():
+        attention = work.attention.get(dtype, 0)
+        rate = machine.flops.get(dtype, slowest) * machine.reached
+        products += (count - attention + attention / machine.attention) / rate
+    rest, launches = work.nbytes / machine.compute_bandwidth, work.operators * machine.overhead
+    if machine.device is None:
+        return products + work.operands / machine.host_bandwidth + rest + launches
+    return max(max(products, work.operands / machine.compute_bandwidth) + rest, launches)

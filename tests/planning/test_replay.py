@@ -1,0 +1,225 @@
+"""Spans that are run instead of rated: what is on a tape, what running it does, and what is kept of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import outcore
+from exact.families import FAMILIES
+from outcore.errors import UsageError
+from outcore.planning.recorder import Span
+from outcore.planning.replay import replay
+from outcore.planning.subject import Subject
+from outcore.planning.tape import Ran, Recording, Stretched, Tape
+from outcore.planning.this import Here
+from outcore.planning.timebook import Timebook
+from outcore.planning.timing import Rates, Replays
+from outcore.planning.work import Work
+from planning.accuracy import CPU, Case, predict
+
+GPT2 = next(shape for shape in FAMILIES if shape.name == "gpt2")
+ACTIVATIONS = [
+    outcore.Activations("keep"),
+    outcore.Activations("recompute"),
+    outcore.Activations("recompute", 1),
+]
+
+
+def spans(activations: outcore.Activations, taped: bool = True) -> list[Span]:
+    model = GPT2.build()
+    subject = Subject(model, outcore.AdamW(model.parameters()), GPT2.batch(0))
+    subject.taped = taped
+    return subject.trace(subject.batch_size, activations).spans
+
+
+def tapes(found: list[Span]) -> list[Tape]:
+    return [span.tape for span in found if isinstance(span.tape, Tape) and span.tape.events]
+
+
+@pytest.fixture(autouse=True)
+def _briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outcore.planning.replay.SPAN", 0.0)  # the least rounds
+
+
+class Counted:
+    """A clock that moves on by one with each look."""
+
+    def __init__(self) -> None:
+        self.looks = itertools.count()
+
+    def __call__(self) -> float:
+        return float(next(self.looks))
+
+
+@pytest.mark.parametrize("activations", ACTIVATIONS, ids=str)
+def test_a_tape_has_the_operators_that_were_counted_and_runs(activations: outcore.Activations) -> None:
+    found = spans(activations)
+    free = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+    ran = [e for tape in tapes(found) for e in tape.events if isinstance(e, Ran)]
+    counted = sum(span.work.operators for span in found)
+    asked = 1  # whether a mask hides something: what is told to a model that asks isn't run
+    assert sum(not e.func.is_view and e.func not in free for e in ran) == counted - asked
+    state = torch.get_rng_state()
+    for tape in tapes(found):
+        assert replay(tape, Counted()) == 1.0  # from the look before a round to the one after it
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_blocks_that_are_alike_have_the_same_tape_and_others_do_not() -> None:
+    found = spans(outcore.Activations("recompute"))
+    forward = {s.event[1]: s.tape for s in found if s.event[0] == "forward" and isinstance(s.tape, Tape)}
+    signatures = [tape.signature for tape in forward.values() if tape.events]
+    assert len(signatures) > len(set(signatures)) > 1
+
+
+def test_nothing_is_recorded_unless_asked_for() -> None:
+    assert not tapes(spans(outcore.Activations("keep"), taped=False))
+
+
+def test_running_a_tape_computes_what_was_traced() -> None:
+    tape, recording = Tape(), Recording()
+    x = torch.zeros(4, 6)
+    view = x.t()
+    recording.ran(tape, torch.ops.aten.t.default, (x,), {}, view)
+    y = torch.mm(x, view)
+    recording.ran(tape, torch.ops.aten.mm.default, (x, view), {}, y)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def spy(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        seen.append((a, b))
+        return a @ b
+
+    tape.events[1] = tape.events[1]._replace(func=spy)  # type: ignore[union-attr]
+    replay(tape, Counted())
+    assert len(seen) >= 2  # one round warms up
+    for a, b in seen:
+        assert a.shape == (4, 6)
+        assert b.shape == (6, 4)
+        assert a.data_ptr() == b.data_ptr()  # a view stays one
+        assert a.abs().sum() > 0
+
+
+def test_what_died_is_given_up_at_its_place_and_addresses_that_come_again_are_others() -> None:
+    tape, recording = Tape(), Recording()
+    x = torch.zeros(2)
+    recording.ran(tape, torch.ops.aten.neg.default, (x,), {}, x)
+    recording.died(tape, x.untyped_storage()._cdata)
+    recording.ran(tape, torch.ops.aten.neg.default, (x,), {}, x)
+    recording.died(tape, 12345)  # never seen
+    numbers = [e.args[0].storage if isinstance(e, Ran) else e.storage for e in tape.events]
+    assert numbers == [0, 0, 1]
+    assert [ref.storage for ref in tape.outside()] == [0, 1]
+
+
+def test_more_slices_take_what_the_last_one_added() -> None:
+    short, long = Tape(), Tape()
+    seconds = {short: 2.0, long: 3.0}
+    for tape in seconds:
+        tape.events.append(Ran(None, (), {}, None))
+    assert Stretched(short, long, 4).seconds(seconds.__getitem__) == 7.0
+    seconds[long] = 1.5  # noise must not make a longer one shorter than what was measured
+    assert Stretched(short, long, 4).seconds(seconds.__getitem__) == 1.5
+
+
+def linear_span() -> Span:
+    tape = Tape()
+    x = torch.zeros(8, 8)
+    Recording().ran(tape, torch.ops.aten.mm.default, (x, x), {}, torch.zeros(8, 8))
+    return Span(("forward", 0), work=Work({"fp32": 10**9}), tape=tape)
+
+
+def test_what_cannot_be_run_is_rated() -> None:
+    rated = Rates(CPU)
+    span = linear_span()
+    assert Replays(CPU, Timebook(), Counted()).seconds(span) == 1.0
+
+    assert isinstance(span.tape, Tape)
+    ran = span.tape.events[0]
+
+    def broken(*args: object) -> object:
+        raise RuntimeError("an index is out of range")
+
+    broken_tape = Tape([ran._replace(func=broken)])  # type: ignore[union-attr]
+    assert Replays(CPU, Timebook(), Counted()).seconds(replace(span, tape=broken_tape)) == rated.seconds(span)
+    small = replace(CPU, host=8 * 100)
+    assert Replays(small, Timebook(), Counted()).seconds(span) == rated.seconds(span)
+    long = replace(span, work=Work({"bf16": 10**15}))
+    assert Replays(CPU, Timebook(), Counted()).seconds(long) == rated.seconds(long)
+
+
+def test_times_are_kept_until_the_machine_is_profiled_again(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "spans.json"
+    Timebook(path, "monday").put("a", 0.5)
+    assert Timebook(path, "monday").get("a") == 0.5
+    assert Timebook(path, "tuesday").get("a") is None
+    assert [p.name for p in path.parent.iterdir()] == ["spans.json"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"under": 1}', '{"under": "x", "seconds": []}', "\x00"])
+def test_a_file_that_makes_no_sense_is_begun_anew(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "spans.json"
+    path.write_text(text)
+    book = Timebook(path, "monday")
+    assert book.get("a") is None
+    book.put("a", 0.25)
+    assert Timebook(path, "monday").get("a") == 0.25
+
+
+def test_times_that_are_none_are_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "spans.json"
+    book = Timebook(path)
+    book.put("a", 0.5)
+    table = json.loads(path.read_text())
+    table["seconds"] |= {"b": -1, "c": float("inf")}
+    path.write_text(json.dumps(table))
+    assert [Timebook(path).get(name) for name in "abc"] == [0.5, None, None]
+
+
+def test_where_nothing_can_be_written_times_are_only_not_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    book = Timebook(tmp_path / "file" / "spans.json")
+    book.put("a", 0.5)
+    assert book.get("a") == 0.5
+
+
+def test_a_plan_for_the_machine_at_hand_runs_what_it_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    case = Case(GPT2.build, GPT2.batch(0), roomy=True)
+    limits = case.limits(case.subject())
+    slow = replace(CPU, flops={"bf16": 1e6}, host=64 << 30)  # by rates a step takes minutes
+    rated = predict(case, limits, slow)
+    calls = itertools.count(1)
+    monkeypatch.setattr("outcore.planning.timing.replay", lambda tape, clock: 1e-3 * next(calls))
+    monkeypatch.setattr("outcore.planning.timing.LONGEST", 1e9)
+    run = predict(case, limits, Here.of(slow))
+    assert 0 < run.compute < rated.compute / 10
+    count = next(calls)
+    assert (tmp_path / "outcore" / "spans.json").is_file()
+    assert predict(case, limits, Here.of(slow)).compute == run.compute
+    assert next(calls) == count + 1  # all of it was known
+
+
+def test_an_accelerator_is_rated() -> None:
+    there = replace(CPU, device=1 << 30, link_in=1e9, link_out=1e9)
+    assert isinstance(Here.of(there).timing(), Rates)
+    assert Here.of(there).sized(host=1 << 30).host == 1 << 30
+    with pytest.raises(UsageError):
+        Here.of(CPU).sized(device=1)
+
+
+def test_a_module_with_buffers_that_it_writes_can_be_run() -> None:
+    model = nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(4 * 6, 2)).train()
+    batch, precision = {"input": torch.zeros(5, 3, 8)}, outcore.Precision("fp32")
+    subject = Subject(model, outcore.AdamW(model.parameters()), batch, precision=precision)
+    subject.taped = True
+    found = subject.trace(5, outcore.Activations("keep")).spans
+    assert all(replay(tape, Counted()) == 1.0 for tape in tapes(found))
