@@ -52,6 +52,7 @@ class Settings:
     resume: bool = False
     grace: float | None = None
     sharding: str = "parameters"
+    sums: str = "backward"
 
     def __post_init__(self) -> None:
         options.at_least(2, seq_len=self.seq_len)

@@ -4,8 +4,8 @@
 All ranks must sum the same units at the same time, but which gradients they have may differ. So with each gather
 every rank says which units' gradients are complete with it, as far as it can know: those that are closed. What is
 complete on all is summed before the gather, the rest when backward is over. So the gradients of few units exist
-whole at a time. Where ranks sum their own gradients over the micro-batches of a step first, all of it waits for
-the step.
+whole at a time. Where gradients may stay whole, all of it waits for the end of backward, which needs fewer words; and
+where ranks sum their own over the passes of a step first, for the step.
 
 [Note: Frames]
 A unit's parameters are gathered into a frame: a range of addresses for each run, in which this rank's slice has its
@@ -62,7 +62,7 @@ class RankedStage(HostStage):
         own: takes what this rank's backward passes leave.
         stores: from the runs as they are kept to those in ``own``.
         reduction: sums gradients over ranks.
-        eager: sum them after each backward, not once a step.
+        eager: sum them as they are complete, not all at once.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class RankedStage(HostStage):
         pass
 
     def backward_over(self) -> None:
-        if self._eager:
+        if self._world.sharding.sums == "backward":
             self._reduce_all("the end of a backward pass")
 
     def settle_gradients(self) -> None:
-        if not self._eager:
+        if self._world.sharding.sums == "step":
             self._reduce_all("the sum of the step's gradients")
 
     def collected(self) -> set[int]:

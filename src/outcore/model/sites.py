@@ -140,7 +140,7 @@ class RankedSite(HostSite):
         super().__init__(limits)
         self.ranks = self._world = world
         self._states = world.sharding.states
-        self._eager = self._states in ("parameters", "gradients")
+        self._eager = self._states in ("parameters", "gradients") and world.sharding.sums == "backward"
         self._keeps = self._states in ("gradients", "optimizer")
 
     def share(self, run: Run) -> Run:
@@ -219,7 +219,7 @@ class RankedSite(HostSite):
 
 def _layout(units: Sequence[Unit], world: World) -> bytes:
     """What all ranks must have in common."""
-    said: list[str] = [world.sharding.states]
+    said: list[str] = [world.sharding.states, world.sharding.sums]
     for unit in units:
         said.append(unit.name)
         for store in unit.stores:
