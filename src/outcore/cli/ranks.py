@@ -76,7 +76,12 @@ def launched(device: torch.device) -> Iterator[Launch]:
         return
     if device.type != "cpu":
         raise UsageError(f"several ranks can't compute on {device.type} yet: give --device cpu")
-    dist.init_process_group("gloo")
+    from torch.distributed.rendezvous import rendezvous
+
+    from outcore.parallel.lives import own_store
+
+    store, rank, _ = next(rendezvous("env://"))
+    dist.init_process_group("gloo", store=own_store(store, rank, size), rank=rank, world_size=size)
     try:
         if dist.get_rank() == 0:
             yield Launch(0, size)
