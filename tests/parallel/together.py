@@ -12,6 +12,7 @@ connection, and each rank is a fork of it. A rank that a test kills costs no mor
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import time
 import traceback
@@ -113,10 +114,11 @@ class Team:
 
     def __init__(self, ranks: int, path: Path) -> None:
         self._members = []
+        store = path / f"store-{secrets.token_hex(8)}"
         with _environment():
             for rank in range(ranks):
                 ours, theirs = NURSERY.Pipe()
-                arguments = (rank, ranks, path / "store", theirs)
+                arguments = (rank, ranks, store, theirs)
                 process = NURSERY.Process(target=_serve, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
@@ -137,7 +139,7 @@ class Team:
                 else:
                     process.kill()
                     error = ("TimeoutError", f"no answer within {patience} seconds", "")
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 process.join()
                 code = process.exitcode
             outcomes.append(Outcome(value, error, code, time.monotonic() - start))
