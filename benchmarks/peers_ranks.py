@@ -103,7 +103,8 @@ def main() -> None:
     threads = max(1, (os.cpu_count() or 1) // options.ranks)
     with tempfile.TemporaryDirectory() as disk:
         python = {"deepspeed": options.deepspeed_python}
-        place = Place(Path(disk), threads, python=python, ranks=options.ranks)
+        patience = 100.0 if options.quick else 600.0
+        place = Place(Path(disk), threads, python=python, timeout=patience, ranks=options.ranks)
         scores = take_turns(contenders(options), place, options.rounds)
     about["training"] = (
         f"{options.model}, {options.ranks} ranks of {threads} threads, batch {options.ranks} x {options.rows} x "
