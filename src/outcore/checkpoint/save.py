@@ -105,7 +105,7 @@ def _begin_together(
     extra: Any,
     after: Callable[[], None],
 ) -> Saving:
-    """Save what several ranks keep: all of it, before this returns. See [Note: Who writes] in `ranked`."""
+    """Save what several ranks keep: all of it, before this returns. How: `outcore.checkpoint.ranked`."""
     ranks, what = engine.ranks, f"the save of {target.name}"
     opened: Opened | None = None
     with ExitStack() as stack:
