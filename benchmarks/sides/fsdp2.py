@@ -1,4 +1,4 @@
-"""FSDP2 on one rank, its shards on the CPU (``CPUOffloadPolicy``): torch's own way to offload."""
+"""FSDP2, its shards on the CPU (``CPUOffloadPolicy``): torch's own way to offload."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ def make(settings: Settings) -> Trainer:
     kind = torch.device(settings.device).type
     on_cpu = kind == "cpu"
     backend = "gloo" if on_cpu else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    mesh = DeviceMesh(kind, [0])
+    if settings.ranks > 1:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = DeviceMesh(kind, list(range(settings.ranks)))
     model: Any = recomputing(MODELS[settings.model].build())
     policies = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),

@@ -6,12 +6,14 @@ the global norm clipped at 1.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import outcore
@@ -28,7 +30,9 @@ class Settings:
         contender: its name.
         device: where to compute.
         budget: bytes per tier, for outcore: ``device``, ``host``.
+        rows: of each rank.
         disk: a folder for those that use one.
+        ranks: how many processes train together; this one is ``RANK`` of the environment.
         loss_slice: positions of a slice of the head and the loss, for outcore; the others have no such setting.
     """
 
@@ -40,9 +44,15 @@ class Settings:
     disk: str
     budget: dict[str, str]
     loss_slice: int | None = None
+    ranks: int = 1
+
+    @property
+    def rank(self) -> int:
+        return int(os.environ["RANK"]) if self.ranks > 1 else 0
 
     def batch(self, number: int) -> torch.Tensor:
-        return batch(self.model, self.rows, self.tokens, number).to(self.device)
+        whole = batch(self.model, self.rows * self.ranks, self.tokens, number)
+        return whole[self.rank * self.rows :][: self.rows].to(self.device)
 
 
 class Trainer(Protocol):
@@ -156,6 +166,8 @@ class Outcore:
     """outcore on the tiers that its budget names; with a disk if the budget has no room for everything."""
 
     def __init__(self, settings: Settings, disk: bool) -> None:
+        if settings.ranks > 1:
+            dist.init_process_group("gloo")
         self.model: Any = MODELS[settings.model].build()
         self.optimizer = outcore.AdamW(
             self.model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY

@@ -47,6 +47,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
         ids = settings.batch(number)
         if number == warm:
             before = at_work.moved()
+            forget_peak()
         start, busy = time.perf_counter(), time.process_time()
         loss = at_work.step(ids)
         if number >= warm:
@@ -55,7 +56,20 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
             update.append(at_work.update)
     moved = {link: (nbytes - before[link]) / steps for link, nbytes in at_work.moved().items()}
     times = {"seconds": seconds, "processor": processor, "update": update}
-    return {**times, "loss": loss, "moved": moved}
+    return {**times, "loss": loss, "moved": moved, "peak_steps": peak_since()}
+
+
+def forget_peak() -> None:
+    """From here on `peak_since` counts; the making of a model is another peak than its training."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_since() -> int:
+    """The most resident bytes since `forget_peak`."""
+    [line] = [
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")
+    ]
+    return int(line.split()[1]) * 1024
 
 
 def generate(asked: dict[str, Any]) -> dict[str, Any]:

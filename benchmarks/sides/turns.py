@@ -6,11 +6,14 @@ import functools
 import json
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +50,7 @@ class Place:
     """Where turns run.
 
     Attributes:
+        ranks: processes of a turn, which train together.
         python: the interpreter of each contender, by the first word of its name, if not this one.
         group: the memory control group.
         disk: a folder for swap files, emptied after each turn.
@@ -57,6 +61,7 @@ class Place:
     group: Path | None = None
     python: dict[str, str] = field(default_factory=dict)
     timeout: float = 600.0
+    ranks: int = 1
 
 
 def take_turns(
@@ -96,28 +101,69 @@ def _turn(arguments: dict[str, Any], place: Place) -> tuple[dict[str, Any] | Non
     environment["PATH"] = os.pathsep.join(
         [str(Path(python).parent), str(Path(sys.executable).parent), environment.get("PATH", "")]
     )
-    try:
-        done = subprocess.run(
+    if place.ranks > 1:
+        given["ranks"] = place.ranks
+        environment |= {"WORLD_SIZE": str(place.ranks), "LOCAL_WORLD_SIZE": str(place.ranks)}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
             [python, "-m", "sides.turn", json.dumps(given)],
             cwd=HERE,
-            env=environment,
-            capture_output=True,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if place.ranks > 1
+            else environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            check=False,
-            timeout=place.timeout,
             preexec_fn=functools.partial(enter, place.group) if place.group else None,
         )
+        for rank in range(place.ranks)
+    ]
+    end = time.monotonic() + place.timeout
+    try:
+        with ThreadPoolExecutor(place.ranks) as readers:
+            heard = list(readers.map(lambda rank: rank.communicate(timeout=end - time.monotonic()), ranks))
     except subprocess.TimeoutExpired:
         return None, f"not done within {place.timeout:.0f} s"
     finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.communicate()
         shutil.rmtree(folder, ignore_errors=True)
-    for line in reversed(done.stdout.splitlines()):
-        if line.startswith(MARK) and done.returncode == 0:
-            return json.loads(line.removeprefix(MARK)), ""
-    if done.returncode == -9:
-        return None, "killed: the memory limit was too small"
-    said = [line for line in done.stderr.splitlines() if line.strip()]
-    return None, f"ended with {done.returncode}: {said[-1][:300] if said else 'no message'}"
+    results = []
+    for rank, (out, errors) in zip(ranks, heard, strict=True):
+        marked = [line for line in out.splitlines() if line.startswith(MARK)]
+        if rank.returncode == -9:
+            return None, "killed: the memory limit was too small"
+        if rank.returncode != 0 or not marked:
+            said = [line for line in errors.splitlines() if line.strip()]
+            return None, f"ended with {rank.returncode}: {said[-1][:300] if said else 'no message'}"
+        results.append(json.loads(marked[-1].removeprefix(MARK)))
+    return together(results), ""
+
+
+def together(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the ranks of a turn came to: the time of the slowest, the processor time of all, the largest peaks."""
+    if len(results) == 1:
+        return results[0]
+    each = {
+        what: list(zip(*(one[what] for one in results), strict=True)) for what in ("seconds", "processor")
+    }
+    peaks = {what: max(one[what] for one in results) for what in results[0] if what.startswith("peak")}
+    return {
+        **results[0],
+        **peaks,
+        "seconds": [max(step) for step in each["seconds"]],
+        "processor": [sum(step) for step in each["processor"]],
+        "loss": statistics.mean(one["loss"] for one in results),
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _path() -> str:

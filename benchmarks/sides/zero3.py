@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-3 with everything offloaded to the CPU or to disk, on one rank.
+"""DeepSpeed ZeRO-3 with everything offloaded to the CPU or to disk.
 
 Its settings are what was fastest here: no pinned memory on a machine without an accelerator, requests of 8 MiB with a
 queue of 32 on disk, submissions and completions overlapped. Its pipelined NVMe mode fails an assertion with this
@@ -66,8 +66,9 @@ class ZeRO3:
     def __init__(self, settings: Settings, where: Literal["cpu", "nvme"]) -> None:
         if settings.device == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        os.environ.update({**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
+        if settings.ranks == 1:
+            alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+            os.environ.update({**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
         import deepspeed
 
         backend = "gloo" if settings.device == "cpu" else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import pickle
 import shutil
@@ -21,6 +22,7 @@ import outcore
 from checkpoint.runs import STACK, offloaded, train, weights
 from exact.shapes import SHAPES
 from outcore.checkpoint import manifest
+from outcore.checkpoint.pieces import digest
 from outcore.errors import CheckpointError, DiskReadError, ModelError, OutcoreError
 
 Saved = tuple[Path, nn.Module, outcore.Optimizer]
@@ -113,6 +115,62 @@ def test_a_file_that_is_not_as_it_was(how: str, name: str, copied: Saved) -> Non
         outcore.load(path, model, optimizer)
     assert "undefined" not in str(error.value)
     assert all(torch.equal(value, before[key]) for key, value in weights(model).items())
+
+
+def _in_two(path: Path) -> tuple[Any, dict[str, Any], list[list[Any]]]:
+    """A manifest's body, a tensor of it, and that tensor's digests as if two ranks had written it."""
+    found = body(path)
+    piece = next(iter(found["parameters"].values()))
+    nbytes = 4 * math.prod(piece["shape"])
+    with (path / piece["file"]).open("rb") as file:
+        file.seek(piece["start"])
+        halves = file.read(nbytes // 8 * 4), file.read(nbytes - nbytes // 8 * 4)
+    ends = [[len(halves[0]), digest(halves[0])], [nbytes, digest(halves[1])]]
+    return found, piece, ends
+
+
+def test_stretches_of_a_tensor(copied: Saved) -> None:
+    path, model, optimizer = copied
+    found, piece, ends = _in_two(path)
+    before = weights(model)
+    piece["digest"] = ends
+    (path / manifest.NAME).write_bytes(manifest.seal(found, manifest.TOGETHER))
+    outcore.verify(path)
+    outcore.load(path, model, optimizer)
+    assert all(torch.equal(value, before[key]) for key, value in weights(model).items())
+    for half in (0, 1):
+        good, ends[half][1] = ends[half][1], ends[1 - half][1]
+        (path / manifest.NAME).write_bytes(manifest.seal(found, manifest.TOGETHER))
+        with pytest.raises(CheckpointError, match="damaged"):
+            outcore.load(path, model, optimizer)
+        ends[half][1] = good
+
+
+def test_stretches_that_can_not_be(copied: Saved) -> None:
+    path, model, optimizer = copied
+    found, piece, ends = _in_two(path)
+    (one, first), (two, second) = ends
+    for wrong in (
+        [],
+        [[one, first]],
+        [[two, second], [one, first]],
+        [[one, first], [one, first], [two, second]],
+        [[one + 1, first], [two, second]],
+        [[one, first], [two + 4, second]],
+        [[0, first], [two, second]],
+        [[-4, first], [two, second]],
+        [[float(one), first], [two, second]],
+        [[True, first], [two, second]],
+        [[one, None], [two, second]],
+        [[one], [two, second]],
+        [first, second],
+        {"stop": one},
+        None,
+    ):
+        piece["digest"] = wrong
+        (path / manifest.NAME).write_bytes(manifest.seal(found, manifest.TOGETHER))
+        with pytest.raises(CheckpointError, match="manifest"):
+            outcore.load(path, model, optimizer)
 
 
 def test_swapped_pieces(copied: Saved) -> None:

@@ -42,6 +42,7 @@ class Way:
     disk: bool = False
     steps: int = 3
     activations: str = "keep"
+    sums: str = "backward"
 
 
 def offloaded(model: nn.Module, way: Way, place: Place, **settings: Any) -> Any:
@@ -54,10 +55,14 @@ def offloaded(model: nn.Module, way: Way, place: Place, **settings: Any) -> Any:
         activations=outcore.Activations(way.activations),  # type: ignore[arg-type]
         chunk_size="128KiB",
         device="cpu",
-        sharding=outcore.Sharding(way.sharding, timeout=20) if place.ranks > 1 else None,  # type: ignore[arg-type]
+        sharding=_sharding(way) if place.ranks > 1 else None,
         **settings,
     )
     return optimizer
+
+
+def _sharding(way: Way) -> outcore.Sharding:
+    return outcore.Sharding(way.sharding, timeout=20, sums=way.sums)  # type: ignore[arg-type]
 
 
 def train(model: Any, optimizer: Any, way: Way, place: Place, first: int = 0) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import outcore
-from exact.shapes import WIDTH, Block, Stack, Unused
+from exact.shapes import WIDTH, Block, Stack, Twice, Unused
 from outcore.errors import PeerError, UsageError
 from parallel.loops import Way, inputs, offloaded, rows_of, stack, train
 from parallel.test_parallel_matrix import STAGES, compare, off, same
@@ -55,16 +55,26 @@ def unused() -> nn.Module:
     return Unused()
 
 
+def twice() -> nn.Module:
+    torch.manual_seed(7)
+    return Twice()
+
+
 @pytest.mark.parametrize("build", [mixture, unused], ids=["experts", "unused"])
 def test_parameters_that_some_ranks_miss(build: Any, two: Team, tmp_path: Path) -> None:
     [first, _] = compare(two, tmp_path, [Way(stage, steps=2) for stage in STAGES], build=build)
-    assert same(first[0], first[3])
+    assert all(same(first[0], result) for result in first[1:])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", [mixture, unused], ids=["experts", "unused"])
-def test_parameters_that_some_ranks_miss_in_some_passes(build: Any, two: Team, tmp_path: Path) -> None:
-    compare(two, tmp_path, [Way(stage, accumulate=2, steps=2) for stage in STAGES], build=build)
+@pytest.mark.parametrize("build", [mixture, unused, twice], ids=["experts", "unused", "twice"])
+@pytest.mark.parametrize("sums", ["backward", "step"])
+def test_parameters_that_some_ranks_miss_in_some_passes(
+    build: Any, sums: str, two: Team, tmp_path: Path
+) -> None:
+    ways = [Way(stage, accumulate=2, steps=2, sums=sums) for stage in STAGES]
+    [first, _] = compare(two, tmp_path, ways, build=build)
+    assert all(same(first[0], result) for result in first[1:])
 
 
 def nonfinite(place: Place) -> list[Any]:

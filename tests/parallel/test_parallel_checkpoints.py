@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ import torch
 import outcore
 from checkpoint.faulty_files import FaultyFiles
 from outcore.checkpoint import files as seam
+from outcore.checkpoint.files import Files
 from outcore.errors import CheckpointError, DiskFullError
 from parallel.loops import Way, offloaded, stack, train
 from parallel.test_parallel_matrix import STAGES, same
-from parallel.together import Place, Team, alone, values
+from parallel.together import Place, Team, alone, run, values
 
 BF16 = Way(precision="bf16", steps=2)
 
@@ -40,8 +43,8 @@ def again(place: Place) -> dict[str, Any]:
     model = stack()
     optimizer = offloaded(model, way, place)
     train(model, optimizer, Way(steps=1), place, first=9)
-    extra = outcore.load(place.path / "saved", model, optimizer)
-    assert extra == {"position": 7}
+    extra = outcore.load(place.path / place.settings.get("saved", "saved"), model, optimizer)
+    assert extra in ({"position": 7}, None)
     outcore.save(place.path / place.settings["copy"], model, optimizer, extra)
     found = train(model, optimizer, way, place, first=2)
     found["random"] = torch.rand(3)
@@ -49,14 +52,17 @@ def again(place: Place) -> dict[str, Any]:
     return found
 
 
-def digests(path: Path) -> dict[str, Any]:
-    """Names and digests of all parameters and moments, hyperparameters and steps."""
+def content(path: Path) -> dict[str, Any]:
+    """The bytes of all parameters, moments and buffers; hyperparameters and steps."""
+    files = [file for file in sorted(path.glob("*.safetensors")) if not file.name.startswith("state-")]
     body = json.loads((path / "manifest.json").read_text())["body"]
-    for piece in body["parameters"].values():
-        del piece["file"], piece["start"]
-        for moment in piece["moments"].values():
-            del moment["file"], moment["start"]
-    return {"parameters": body["parameters"], "optimizer": body["optimizer"], "buffers": body["buffers"]}
+    return {file.name: file.read_bytes() for file in files} | {"optimizer": body["optimizer"]}
+
+
+def digests(path: Path) -> list[Any]:
+    """Of each parameter: one, or those of the stretches that were written."""
+    body = json.loads((path / "manifest.json").read_text())["body"]
+    return [piece["digest"] for piece in body["parameters"].values()]
 
 
 def test_any_number_of_ranks_loads_in_any_other(two: Team, three: Team, tmp_path: Path) -> None:
@@ -68,28 +74,31 @@ def test_any_number_of_ranks_loads_in_any_other(two: Team, three: Team, tmp_path
     other = values(three.run(again, tmp_path, stage="gradients", copy="by-three"))
     alone(again, tmp_path, stage="none", copy="by-one")
     assert same(other[0], other[2])
-    outcore.verify(tmp_path / "saved")
     for copy in ("by-two", "by-three", "by-one"):
-        assert digests(tmp_path / copy) == digests(tmp_path / "saved"), copy
+        outcore.verify(tmp_path / copy)
+        assert content(tmp_path / copy) == content(tmp_path / "saved"), copy
+    assert any(isinstance(digest, list) for digest in digests(tmp_path / "saved"))
+    assert all(isinstance(digest, str) for digest in digests(tmp_path / "by-one"))
 
 
 def test_a_checkpoint_of_one_process_loads_on_ranks(two: Team, tmp_path: Path) -> None:
     alone(write, tmp_path, stage="none")
     for stage in STAGES:
         values(two.run(again, tmp_path, stage=stage, copy=f"by-{stage}"))
-        assert digests(tmp_path / f"by-{stage}") == digests(tmp_path / "saved")
+        assert content(tmp_path / f"by-{stage}") == content(tmp_path / "saved")
 
 
 def full(place: Place) -> Any:
-    """The writer's disk is full: nobody saves, everybody goes on."""
+    """A rank's disk is full: nobody saves, everybody goes on."""
     model = stack()
     optimizer = offloaded(model, BF16, place)
     train(model, optimizer, BF16, place)
     before = seam.SYSTEM
-    if place.rank == 0:
-        seam.SYSTEM = FaultyFiles(("write",), place.settings["at"], "ENOSPC")
+    bad = place.settings["bad"]
+    if place.rank == bad:
+        seam.SYSTEM = FaultyFiles((place.settings["operation"],), place.settings["at"], "ENOSPC")
     try:
-        with pytest.raises(DiskFullError, match="rank 0" if place.rank else ""):
+        with pytest.raises(DiskFullError, match="" if place.rank == bad else f"rank {bad}"):
             outcore.save(place.path / "saved", model, optimizer)
     finally:
         seam.SYSTEM = before
@@ -100,11 +109,17 @@ def full(place: Place) -> Any:
     return found
 
 
-@pytest.mark.parametrize("at", [1, 4])
-def test_a_full_disk_keeps_all_from_saving_and_none_from_training(at: int, two: Team, tmp_path: Path) -> None:
-    found = values(two.run(full, tmp_path, at=at))
+@pytest.mark.parametrize(
+    ("bad", "operation", "at"),
+    [(0, "write", 1), (0, "write", 9), (1, "write", 4), pytest.param(1, "sync", 1, marks=pytest.mark.slow)],
+)
+def test_a_full_disk_keeps_all_from_saving_and_none_from_training(
+    bad: int, operation: str, at: int, two: Team, tmp_path: Path
+) -> None:
+    found = values(two.run(full, tmp_path, bad=bad, operation=operation, at=at))
     assert same(found[0], found[1])
     outcore.verify(tmp_path / "saved")
+    assert not list(tmp_path.glob(".tmp-*"))
 
 
 def damaged(place: Place) -> None:
@@ -130,3 +145,56 @@ def damaged(place: Place) -> None:
 
 def test_a_damaged_checkpoint_is_passed_over_by_all(two: Team, tmp_path: Path) -> None:
     values(two.run(damaged, tmp_path))
+
+
+class Deadly(Files):
+    """Kills the process in the middle of a save."""
+
+    def sync(self, fd: int) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(place: Place) -> None:
+    model = stack()
+    optimizer = offloaded(model, BF16, place)
+    series = outcore.Checkpoints(place.path / "series")
+    train(model, optimizer, Way(steps=1), place)
+    series.save(1, model, optimizer)
+    train(model, optimizer, Way(steps=1), place, first=1)
+    if place.rank == place.settings["bad"]:
+        seam.SYSTEM = Deadly()
+    series.save(2, model, optimizer)
+
+
+@pytest.mark.parametrize("bad", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_a_rank_that_is_killed_in_a_save_leaves_the_one_before(bad: int, two: Team, tmp_path: Path) -> None:
+    for rank, outcome in enumerate(run(killed, 3, tmp_path, bad=bad)):
+        assert outcome.seconds < 30
+        if rank == bad:
+            assert outcome.code == -signal.SIGKILL
+        else:
+            assert outcome.error is not None
+            assert outcome.error[0] == "PeerError", outcome.error
+            assert f"rank {bad}" in outcome.error[1]
+            assert "the save of step-2" in outcome.error[1]
+    series = outcore.Checkpoints(tmp_path / "series")
+    assert series.steps() == [1]
+    outcore.verify(series.path(1))
+    values(two.run(again, tmp_path, stage="parameters", saved="series/step-1", copy="series/step-3"))
+    assert not [path for path in series.path(1).parent.iterdir() if path.name.startswith(".tmp-")]
+
+
+def test_a_damaged_stretch_is_found(two: Team, tmp_path: Path) -> None:
+    """By one process and by other ranks, wherever it is."""
+    values(two.run(write, tmp_path, stage="parameters"))
+    [file] = (tmp_path / "saved").glob("parameters-*")
+    data = bytearray(file.read_bytes())
+    for at in (-5, len(data) // 2):
+        damaged = bytearray(data)
+        damaged[at] ^= 1
+        file.write_bytes(bytes(damaged))
+        with pytest.raises(CheckpointError, match="damaged"):
+            outcore.verify(tmp_path / "saved")
+        for outcome in two.run(again, tmp_path, stage="gradients", copy="never"):
+            assert outcome.error is not None
+            assert outcome.error[0] == "CheckpointError"

@@ -37,10 +37,12 @@ def compare(team: Team, path: Path, ways: list[Way], **settings: Any) -> list[li
     """Train on ranks and alone; weights, norms and losses must be alike, and the ranks' weights the same."""
     found = values(team.run(several, path / "ranks", ways=ways, **settings))
     ranks = len(found)
-    bases = {replace(way, sharding="none", disk=False, host="64MiB") for way in ways}
-    by_base = {base: alone(several, path / "alone", ways=[base], **settings)[0] for base in bases}
+    base_of = {way: replace(way, sharding="none", sums="backward", disk=False, host="64MiB") for way in ways}
+    by_base = {
+        base: alone(several, path / "alone", ways=[base], **settings)[0] for base in set(base_of.values())
+    }
     for k, way in enumerate(ways):
-        expected = by_base[replace(way, sharding="none", disk=False, host="64MiB")]
+        expected = by_base[base_of[way]]
         for other in found[1:]:
             assert same(found[0][k], other[k]), way
         weights = found[0][k]["weights"]
@@ -63,13 +65,21 @@ def test_stages(accumulate: int, clip: float | None, disk: bool, two: Team, tmp_
     host = "4MiB" if disk else "64MiB"
     ways = [Way(stage, accumulate, clip, host=host, disk=disk, steps=2) for stage in STAGES]
     [first, _] = compare(two, tmp_path, ways)
-    none, optimizer, gradients, parameters = first
-    assert same(none, optimizer)
-    assert same(gradients, parameters)
-    if accumulate == 1:
-        assert same(none, parameters)
+    assert all(same(first[0], result) for result in first[1:])
     if disk:
         assert all(result["snapshot"].moved["disk read"] for result in first)
+
+
+def test_sums_once_a_step(two: Team, tmp_path: Path) -> None:
+    """They have bits of their own, the same for all stages, and send each gradient once."""
+    ways = [Way(stage, 3, steps=2, sums=sums) for sums in ("step", "backward") for stage in STAGES]
+    [first, _] = compare(two, tmp_path, ways)
+    once, each = first[:4], first[4:]
+    assert all(same(once[0], result) for result in once[1:])
+    assert all(same(each[0], result) for result in each[1:])
+    assert not same(once[0], each[0])
+    for a, b in zip(once, each, strict=True):
+        assert a["snapshot"].moved["wire"] < b["snapshot"].moved["wire"]
 
 
 def test_a_run_repeats_to_the_bit(two: Team, tmp_path: Path) -> None:
@@ -124,12 +134,19 @@ def test_gathers_come_ahead_of_use(two: Team, tmp_path: Path) -> None:
 def test_every_combination(disk: bool, two: Team, tmp_path: Path) -> None:
     host = "4MiB" if disk else "64MiB"
     ways = [
-        Way(stage, accumulate, clip, host=host, disk=disk)
-        for accumulate, clip, stage in product((1, 4), (None, 0.5), STAGES)
+        Way(stage, accumulate, clip, host=host, disk=disk, sums=sums)
+        for sums, accumulate, clip, stage in product(("backward", "step"), (1, 4), (None, 0.5), STAGES)
     ]
     [first, _] = compare(two, tmp_path, ways, patience=240)
     for k in range(0, len(ways), 4):
-        none, optimizer, gradients, parameters = first[k : k + 4]
-        assert same(none, optimizer)
-        assert same(gradients, parameters)
-        assert same(none, parameters) or ways[k].accumulate > 1
+        assert all(same(first[k], result) for result in first[k + 1 : k + 4]), ways[k]
+    for k in range(8):  # with one backward the two are the same sum
+        assert same(first[k], first[k + 16])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sums", ["backward", "step"])
+def test_four_ranks(sums: str, four: Team, tmp_path: Path) -> None:
+    ways = [Way(stage, 4, host="4MiB", disk=True, sums=sums) for stage in STAGES]
+    found = compare(four, tmp_path, ways, patience=240)
+    assert all(same(found[0][0], result) for result in found[0][1:])

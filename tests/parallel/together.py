@@ -1,16 +1,23 @@
 """Runs a script on several ranks, each a process of its own, and brings back what each returned or raised.
 
-A script is a function of a `Place`; its module must be importable, since ranks are spawned. They are joined through a
-file in the test's own directory.
+A script is a function of a `Place`; its module must be importable. Ranks are joined through a file in the test's own
+directory.
+
+[Note: Nursery]
+Importing torch and outcore takes seconds of each process, far more than what a rank then does. So one process does it
+once for all tests of a session (the fork server of `multiprocessing`) and never anything else: it has no thread and no
+connection, and each rank is a fork of it. A rank that a test kills costs no more than that.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
+import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +27,11 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from emulated import accelerator
+
+NURSERY = multiprocessing.get_context("forkserver")
+"""Where ranks come from, see [Note: Nursery]."""
+
+NURSERY.set_forkserver_preload(["parallel.preloaded"])
 
 PATIENCE = 60.0
 """Seconds that ranks may take for a script."""
@@ -66,6 +78,18 @@ class Outcome:
     seconds: float
 
 
+@contextmanager
+def _environment() -> Iterator[None]:
+    """What the nursery is started in: one thread for each rank, and the path on which this process finds modules."""
+    before = dict(os.environ)
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=os.pathsep.join(sys.path))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def _serve(rank: int, ranks: int, store: Path, pipe: Any) -> None:
     torch.set_num_threads(1)
     accelerator.load()  # before the first backward, if a script is to compute on it
@@ -92,18 +116,16 @@ class Team:
     """
 
     def __init__(self, ranks: int, path: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        before = dict(os.environ)
-        os.environ.update({"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
         self._members = []
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, ranks, path / "store", theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._members.append((process, ours))
-        os.environ.clear()
-        os.environ.update(before)
+        store = path / f"store-{secrets.token_hex(8)}"
+        with _environment():
+            for rank in range(ranks):
+                ours, theirs = NURSERY.Pipe()
+                arguments = (rank, ranks, store, theirs)
+                process = NURSERY.Process(target=_serve, args=arguments, daemon=True)
+                process.start()
+                theirs.close()
+                self._members.append((process, ours))
 
     def run(self, script: Script, path: Path, patience: float = PATIENCE, **settings: Any) -> list[Outcome]:
         """What became of each rank. One that neither answers in time nor ends is killed."""
@@ -120,7 +142,7 @@ class Team:
                 else:
                     process.kill()
                     error = ("TimeoutError", f"no answer within {patience} seconds", "")
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 process.join()
                 code = process.exitcode
             outcomes.append(Outcome(value, error, code, time.monotonic() - start))
@@ -148,7 +170,7 @@ def run(script: Script, ranks: int, path: Path, patience: float = PATIENCE, **se
 
 
 def _nothing(place: Place) -> None:
-    import parallel.loops  # noqa: F401
+    pass
 
 
 def alone(script: Script, path: Path, **settings: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,12 @@ def ids(batch: int, length: int) -> dict[str, torch.Tensor]:
 def rehearsed(**settings: Any) -> Any:
     settings = {"batch": ROWS, "on_host": True, "chunk_size": "64KiB", **settings}
     return rehearse(LLAMA.build().train(), None, **settings)
+
+
+@cache
+def once(activations: outcore.Activations) -> Any:
+    """The same for one of `WAYS`, which several tests look at."""
+    return rehearsed(activations=activations)
 
 
 def train(
@@ -73,7 +80,7 @@ WAYS = [
 
 @pytest.mark.parametrize("activations", WAYS, ids=["keep", "recompute", "slices"])
 def test_the_least_is_enough_with_a_little_more(activations: outcore.Activations, tmp_path: Path) -> None:
-    found = rehearsed(activations=activations)
+    found = once(activations)
     low = found.least
     train(ROWS, tmp_path, Limits(None, low.host * 115 // 100, 1 << 30), activations)
     with pytest.raises(BudgetError):
@@ -84,13 +91,13 @@ def test_the_least_is_enough_with_a_little_more(activations: outcore.Activations
 def test_where_the_first_step_is_foreseen_the_least_is_enough_from_the_first(
     activations: outcore.Activations, tmp_path: Path
 ) -> None:
-    found = rehearsed(activations=activations)
+    found = once(activations)
     train(ROWS, tmp_path, Limits(None, found.least.host, 1 << 30), activations, found.activations)
 
 
 @pytest.mark.parametrize("activations", WAYS, ids=["keep", "recompute", "slices"])
 def test_the_whole_is_enough_without_a_disk(activations: outcore.Activations, tmp_path: Path) -> None:
-    found = rehearsed(activations=activations)
+    found = once(activations)
     enough = Limits(None, found.whole * 105 // 100, 0)
     found.check(enough)
     train(ROWS, tmp_path, enough, activations)
@@ -101,7 +108,7 @@ def test_the_whole_is_enough_without_a_disk(activations: outcore.Activations, tm
 
 
 def test_slices_need_less_and_are_named() -> None:
-    keep, whole, sliced = (rehearsed(activations=way) for way in WAYS)
+    keep, whole, sliced = map(once, WAYS)
     assert sliced.least.host < whole.least.host < keep.least.host
     assert sliced.activations.peak < whole.activations.peak < keep.activations.peak
     limits = Limits(None, sliced.least.host, 1 << 30)
@@ -132,10 +139,11 @@ def test_many_slices_are_foreseen_from_a_few() -> None:
     """A trace of eight slices is put together from shorter ones; the peak is that of all eight, traced."""
     from outcore.planning import subject
 
-    few = rehearsed(activations=outcore.Activations("recompute", microbatch=1))
+    eight = {name: rows[:8] for name, rows in ROWS.items()}
+    few = rehearsed(batch=eight, activations=outcore.Activations("recompute", microbatch=1))
     before, subject.SLICES = subject.SLICES, 100
     try:
-        every = rehearsed(activations=outcore.Activations("recompute", microbatch=1))
+        every = rehearsed(batch=eight, activations=outcore.Activations("recompute", microbatch=1))
     finally:
         subject.SLICES = before
     assert few.least.host == every.least.host

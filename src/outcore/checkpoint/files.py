@@ -40,6 +40,10 @@ class Files:
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         return fd
 
+    def open_to_write(self, path: Path) -> int:
+        """A descriptor of a file that another process made, for writing."""
+        return os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
     def size(self, fd: int) -> int:
         """Bytes of an open file."""
         return os.fstat(fd).st_size

@@ -1,8 +1,9 @@
 """The manifest: what a checkpoint holds, where, and with which checksums.
 
 It is JSON: ``{"format": "outcore checkpoint", "version": 1, "digest": ..., "body": {...}}``, the digest being
-that of the body in its canonical form (keys sorted, no spaces, ASCII). Nothing in it is believed before
-`parse` has checked it.
+that of the body in its canonical form (keys sorted, no spaces, ASCII). The version is 2 where ranks wrote tensors
+together: such a tensor has a list of stretches, each with a digest, in place of its own. Nothing in it is believed
+before `parse` has checked it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outcore.checkpoint.pieces import DTYPES, HEADER_LIMIT, Piece, digest, dtype_name
+from outcore.checkpoint.pieces import DTYPES, HEADER_LIMIT, Piece, Stretch, digest, dtype_name
 from outcore.checkpoint.schema import Fields
 from outcore.errors import CheckpointError
 
 NAME = "manifest.json"
 FORMAT = "outcore checkpoint"
-VERSION = 1
+WHOLE, TOGETHER = VERSIONS = 1, 2
 LIMIT = 256 * 1024 * 1024
 """No manifest is longer than this, in bytes."""
 
@@ -105,6 +106,12 @@ class Manifest:
         """All tensors."""
         return [piece for _, piece in self.named_pieces()]
 
+    def own_pieces(self) -> list[Piece]:
+        """Parameters and their moments: what ranks keep."""
+        return [
+            piece for stored in self.parameters.values() for piece in (stored.value, *stored.moments.values())
+        ]
+
     def named_pieces(self) -> list[tuple[str, Piece]]:
         """All tensors with their names: parameters, their moments as ``exp_avg:name``, buffers, states."""
         found = []
@@ -120,6 +127,7 @@ class Manifest:
 def write(manifest: Manifest) -> bytes:
     """The bytes of the manifest's file."""
     optimizer = manifest.optimizer
+    together = any(len(piece.stretches) > 1 for piece in manifest.pieces())
     return seal(
         {
             "files": {
@@ -139,13 +147,14 @@ def write(manifest: Manifest) -> bytes:
             "optimizer": None if optimizer is None else _optimizer(optimizer),
             "rng": manifest.rng,
             "extra": manifest.extra,
-        }
+        },
+        TOGETHER if together else WHOLE,
     )
 
 
-def seal(body: Mapping[str, Any]) -> bytes:
+def seal(body: Mapping[str, Any], version: int = WHOLE) -> bytes:
     """The bytes of a manifest with this body, whatever it says."""
-    whole = {"format": FORMAT, "version": VERSION, "digest": digest(_canonical(body)), "body": body}
+    whole = {"format": FORMAT, "version": version, "digest": digest(_canonical(body)), "body": body}
     return json.dumps(whole, indent=1, allow_nan=False).encode()
 
 
@@ -159,8 +168,14 @@ def _piece(piece: Piece) -> dict[str, Any]:
         "start": piece.start,
         "dtype": dtype_name(piece.dtype),
         "shape": list(piece.shape),
-        "digest": piece.digest,
+        "digest": _digests(piece.stretches),
     }
+
+
+def _digests(stretches: tuple[Stretch, ...]) -> str | list[list[int | str]]:
+    if len(stretches) == 1:
+        return stretches[0].digest
+    return [[stretch.stop, stretch.digest] for stretch in stretches]
 
 
 def _optimizer(optimizer: StoredOptimizer) -> dict[str, Any]:
@@ -188,9 +203,9 @@ def parse(data: bytes) -> Manifest:
         top = Fields(whole, "the manifest")
         if top.value.get("format") != FORMAT:
             raise CheckpointError("the manifest is not that of a checkpoint of outcore")
-        if top.count("version") != VERSION:
+        if top.count("version") not in VERSIONS:
             raise CheckpointError(
-                f"the checkpoint has format version {top.count('version')}, this outcore reads {VERSION}"
+                f"the checkpoint has format version {top.count('version')}, this outcore reads {WHOLE} and {TOGETHER}"
             )
         body = top.fields("body")
         if digest(_canonical(body.value)) != top.text("digest"):
@@ -232,10 +247,30 @@ def _stored_file(name: str, fields: Fields) -> StoredFile:
 
 
 def _stored_digest(fields: Fields) -> str:
-    found = fields.text("digest")
-    if not _DIGEST.fullmatch(found):
-        raise CheckpointError(f"the manifest: {found[:80]!r} is not a digest")
+    return _checked(fields.text("digest"))
+
+
+def _checked(found: Any) -> str:
+    if type(found) is not str or not _DIGEST.fullmatch(found):
+        raise CheckpointError(f"the manifest: {str(found)[:80]!r} is not a digest")
     return found
+
+
+def _stored_stretches(key: str, fields: Fields, nbytes: int, width: int) -> tuple[Stretch, ...]:
+    found = fields.value.get("digest")
+    if type(found) is not list:
+        return (Stretch(nbytes, _stored_digest(fields)),)
+    stretches, start = [], 0
+    for entry in found:
+        if type(entry) is not list or len(entry) != 2 or type(entry[0]) is not int or entry[0] <= start:
+            raise CheckpointError(f"the manifest: {key[:80]!r} has stretches that can't be")
+        start = entry[0]
+        if start % width:
+            raise CheckpointError(f"the manifest: a stretch of {key[:80]!r} ends within an element")
+        stretches.append(Stretch(start, _checked(entry[1])))
+    if start != nbytes or not stretches:
+        raise CheckpointError(f"the manifest: the stretches of {key[:80]!r} are not all of it")
+    return tuple(stretches)
 
 
 def _stored_piece(key: str, fields: Fields, files: Mapping[str, StoredFile]) -> Piece:
@@ -243,12 +278,11 @@ def _stored_piece(key: str, fields: Fields, files: Mapping[str, StoredFile]) -> 
     shape = fields.counts("shape")
     if dtype is None or len(shape) > _DIMENSIONS:
         raise CheckpointError(f"the manifest: {key[:80]!r} has an unknown dtype or too many dimensions")
-    piece = Piece(
-        key, dtype, tuple(shape), fields.text("file"), fields.count("start"), _stored_digest(fields)
-    )
+    piece = Piece(key, dtype, tuple(shape), fields.text("file"), fields.count("start"))
     file = files.get(piece.file)
     if file is None or not file.header <= piece.start <= piece.stop <= file.nbytes:
         raise CheckpointError(f"the manifest: {key[:80]!r} does not lie within a file of the checkpoint")
+    piece.stretches = _stored_stretches(key, fields, piece.nbytes, dtype.itemsize)
     return piece
 
 

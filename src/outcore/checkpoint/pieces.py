@@ -65,13 +65,26 @@ def raw(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """Bytes of a tensor that were written as one, from the end of the stretch before.
+
+    Attributes:
+        stop: one past the last byte, within the tensor.
+        digest: of these bytes.
+    """
+
+    stop: int
+    digest: str
+
+
 @dataclass(eq=False)
 class Piece:
     """One tensor and its place.
 
     Attributes:
         start: first byte within the file, stop: one past the last.
-        digest: of its bytes, once they are written.
+        stretches: all of its bytes, once they are written: one stretch, or several where several ranks wrote.
     """
 
     key: str
@@ -79,7 +92,7 @@ class Piece:
     shape: tuple[int, ...]
     file: str = ""
     start: int = 0
-    digest: str = ""
+    stretches: tuple[Stretch, ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -1,151 +1,173 @@
 """Checkpoints of several ranks: the files are those of one process, so any number of ranks loads them.
 
 [Note: Who writes]
-The first rank writes. The others hand it their slices in the order of the files, a part at a time, so that staging
-takes what it takes on one rank and each tensor's digest is of its bytes in order. What fails on one rank alone is kept
-until all is handed over; then all ranks hear of it, nothing is committed, and training can go on.
+The first rank makes the folder and the files, and writes all that is small. Then each rank writes what it keeps to
+its place in these files, all at the same time, takes a digest of each stretch that it wrote in one go, and makes its
+bytes durable. What several ranks keep alike, they share out chunk by chunk. Once all have said that they are done the
+first rank writes the manifest, with everyone's digests, and commits. What fails on one rank is heard of by all before
+that: nothing is committed, and training can go on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
+from outcore.checkpoint import files as seam
 from outcore.checkpoint import rng, states
-from outcore.checkpoint.states import PART, Sink
+from outcore.checkpoint.files import Files, write_all, writing
+from outcore.checkpoint.manifest import StoredParameter
+from outcore.checkpoint.pieces import Piece, Stretch, raw
+from outcore.checkpoint.states import PART
 from outcore.checkpoint.values import decode, encode
-from outcore.chunks.layout import Run, Segment
 from outcore.chunks.pool import Access
 from outcore.chunks.store import RunStore
 from outcore.engine import Engine
-from outcore.model.unit import Binding
+from outcore.errors import CheckpointError
 from outcore.parallel.ranks import Ranks, World
 
+Found = dict[str, list[list[Any]]]
+"""By `_place`, what one rank wrote of a tensor: first byte, one past the last, digest."""
 
-class _Into:
-    """Takes what one part has into a row of a buffer. Is a `Sink`."""
 
-    def __init__(self, row: torch.Tensor) -> None:
-        self._row = row
+class SharedFiles:
+    """Files of a checkpoint that another rank made, open for writing."""
+
+    def __init__(self, files: Files, folder: Path) -> None:
+        self._files = files
+        self._folder = folder
+        self._open: dict[str, int] = {}
+
+    def write(self, name: str, view: memoryview, offset: int) -> None:
+        """Write all of ``view`` at an offset of a file.
+
+        Raises:
+            CheckpointError: this rank does not see the file.
+            DiskFullError, DiskWriteError: the system refused.
+        """
+        path = self._folder / name
+        if name not in self._open:
+            with writing(path):
+                try:
+                    self._open[name] = self._files.open_to_write(path)
+                except FileNotFoundError as error:
+                    raise CheckpointError(
+                        f"{path} is not there: all ranks must see the directory that the first one saves to"
+                    ) from error
+        write_all(self._files, self._open[name], view, offset, path)
+
+    def finish(self) -> None:
+        """Make what was written durable.
+
+        Raises:
+            DiskFullError, DiskWriteError: the system refused.
+        """
+        for name, fd in self._open.items():
+            with writing(self._folder / name):
+                self._files.sync(fd)
+        self.close()
+
+    def close(self) -> None:
+        while self._open:
+            with contextlib.suppress(OSError):
+                self._files.close(self._open.popitem()[1])
+
+
+class Stretches:
+    """Writes parts of one tensor, wherever in it they are. Is a `Sink`."""
+
+    def __init__(self, piece: Piece, files: SharedFiles) -> None:
+        self.piece = piece
+        self._files = files
+        self._first = self._done = 0
+        self._hash = xxhash.xxh3_128()
+        self._found: list[list[Any]] = []
+
+    def seek(self, element: int) -> None:
+        """Go on with this element."""
+        byte = element * self.piece.dtype.itemsize
+        if byte != self._done:
+            self._end()
+            self._first = self._done = byte
 
     def write(self, values: torch.Tensor) -> None:
-        self._row.copy_(values)
+        view = raw(values)
+        self._hash.update(view)
+        self._files.write(self.piece.file, view, self.piece.start + self._done)
+        self._done += len(view)
 
+    def found(self) -> list[list[Any]]:
+        """All that was written."""
+        self._end()
+        return self._found
 
-class _Collection:
-    """One save's way through all slices."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        world: World,
-        values: Mapping[str, Sink],
-        moments: Mapping[str, Mapping[str, Sink]],
-        with_moments: bool,
-        what: str,
-    ) -> None:
-        self._engine = engine
-        self._world = world
-        self._values = values
-        self._moments = moments
-        self._with_moments = with_moments
-        self._what = what
-        self._staging = torch.empty(PART)
-        self._buffers: dict[torch.dtype, torch.Tensor] = {}
-        self.faults: list[Exception] = []
-
-    def run(self) -> None:
-        for unit in self._engine.units:
-            of = {binding.slot.index: binding for binding in unit.bindings}
-            for store in unit.stores:
-                whole = store.run.whole
-                if whole is None:
-                    self._slice(store, store.run, 0, of)
-                    continue
-                share = whole.share(self._world.slices.size)
-                for rank in range(self._world.slices.size):
-                    self._slice(store, whole.window(rank * share, (rank + 1) * share), rank, of)
-
-    def _slice(self, store: RunStore, run: Run, rank: int, of: Mapping[int, Binding]) -> None:
-        """Bring the slice of one rank, laid out as ``run``, to the first."""
-        number, slices = self._world.number, self._world.slices
-        if number not in (0, rank):  # of several replicas the first one is saved
-            return
-        for k in range(run.chunks):
-            for place in states.places_of(run, k):
-                binding = of[place.slot.index]
-                table = self._table(binding, place.stop - place.start)
-                if number == rank:
-                    self._attempt(self._read, store, k, place, of, table)
-                slices.hand(table, rank, 0, self._what)
-                if number == 0:
-                    self._attempt(self._write, binding, table)
-
-    def _names(self, binding: Binding) -> tuple[str, ...]:
-        return states.moment_names(self._engine, binding) if self._with_moments else ()
-
-    def _table(self, binding: Binding, count: int) -> torch.Tensor:
-        """A row for the value and one for each moment."""
-        dtype, rows = states.full_dtype(binding), 1 + len(self._names(binding))
-        buffer = self._buffers.get(dtype)
-        if buffer is None or buffer.numel() < rows * count:
-            buffer = self._buffers[dtype] = torch.zeros(rows * PART, dtype=dtype)
-        return buffer[: rows * count].view(rows, count)
-
-    def _read(
-        self,
-        store: RunStore,
-        k: int,
-        place: Segment,
-        of: Mapping[int, Binding],
-        table: torch.Tensor,
-    ) -> None:
-        with self._engine.pool.guard(states.chunks_of(store, k), Access.READ):
-            part = states.part_of(store, k, place, of)
-            names = self._names(part.binding)
-            moments = {name: _Into(table[row]) for row, name in enumerate(names, start=1)}
-            rule = self._engine.rule
-            name = part.binding.name
-            states.read_part(part, rule, {name: _Into(table[0])}, {name: moments}, self._staging)
-
-    def _write(self, binding: Binding, table: torch.Tensor) -> None:
-        self._values[binding.name].write(table[0])
-        for row, name in enumerate(self._names(binding), start=1):
-            self._moments[binding.name][name].write(table[row])
-
-    def _attempt(self, work: Any, *arguments: Any) -> None:
-        """Do what may fail here alone, unless something did."""
-        if not self.faults:
-            try:
-                work(*arguments)
-            except Exception as error:
-                self.faults.append(error)
+    def _end(self) -> None:
+        if self._done > self._first:
+            self._found.append([self._first, self._done, self._hash.hexdigest()])
+        self._first, self._hash = self._done, xxhash.xxh3_128()
 
 
 @torch.no_grad()
-def collect(
-    engine: Engine,
-    values: Mapping[str, Sink],
-    moments: Mapping[str, Mapping[str, Sink]],
-    with_moments: bool,
-    what: str,
-) -> list[Exception]:
-    """Stream all parameters to the first rank.
+def write_own(engine: Engine, folder: Path, parameters: Mapping[str, StoredParameter]) -> Found:
+    """Write what this rank keeps, and of what others keep too its part; all of it is durable then.
 
     Args:
-        values, moments: where they go; used by the first rank alone.
-        with_moments: whether moments go anywhere.
+        folder: where the first rank made the files.
+        parameters: where everything goes, by name.
 
-    Returns:
-        What failed on this rank alone.
+    Raises:
+        CheckpointError, DiskFullError, DiskWriteError: as `SharedFiles.write`.
     """
     assert isinstance(engine.ranks, World)
-    collection = _Collection(engine, engine.ranks, values, moments, with_moments, what)
-    collection.run()
-    return collection.faults
+    shared = SharedFiles(seam.SYSTEM, folder)
+    values = {name: Stretches(stored.value, shared) for name, stored in parameters.items()}
+    moments = {
+        name: {moment: Stretches(piece, shared) for moment, piece in stored.moments.items()}
+        for name, stored in parameters.items()
+    }
+    staging = torch.empty(PART)
+    try:
+        for unit in engine.units:
+            of = {binding.slot.index: binding for binding in unit.bindings}
+            for store in unit.stores:
+                for k in _shared_out(store, engine.ranks):
+                    with engine.pool.guard(states.chunks_of(store, k), Access.READ):
+                        for part in states.parts_of(store, k, of):
+                            name = part.binding.name
+                            for sink in (values[name], *moments[name].values()):
+                                sink.seek(part.first)
+                            states.read_part(part, engine.rule, values, moments, staging)
+        shared.finish()
+    finally:
+        shared.close()
+    sinks = [*values.values(), *(sink for of_one in moments.values() for sink in of_one.values())]
+    return {_place(sink.piece): found for sink in sinks if (found := sink.found())}
+
+
+def _shared_out(store: RunStore, world: World) -> range:
+    """The chunks that this rank writes of those that it keeps."""
+    if store.run.whole is None:
+        return range(world.number, store.run.chunks, world.size)
+    return range(world.replicas.number, store.run.chunks, world.replicas.size)
+
+
+def _place(piece: Piece) -> str:
+    return f"{piece.file} {piece.start}"
+
+
+def merged(piece: Piece, everyones: Iterable[Found]) -> tuple[Stretch, ...]:
+    """What all ranks wrote of a tensor, which is all of it."""
+    found = sorted(stretch for one in everyones for stretch in one.get(_place(piece), ()))
+    edges = [(0, 0), *((start, stop) for start, stop, _ in found), (piece.nbytes, piece.nbytes)]
+    assert all(one[1] == other[0] for one, other in pairwise(edges)), f"{piece.key} is not written whole"
+    return tuple(Stretch(stop, digest) for _, stop, digest in found)
 
 
 # -- random numbers -----------------------------------------------------------------------------------

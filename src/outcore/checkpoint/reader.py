@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -55,7 +57,7 @@ PART = 1 << 20
 
 
 class Source:
-    """Reads one tensor from its first element to its last, and then compares the digest."""
+    """Reads one tensor from its first element to its last, and compares the digest of each stretch at its end."""
 
     def __init__(self, files: Files, fd: int, path: Path, piece: Piece) -> None:
         self._files = files
@@ -63,43 +65,60 @@ class Source:
         self._path = path
         self._piece = piece
         self._done = 0
-        self._verifies = True
-        self._hash = xxhash.xxh3_128()
+        self._at = 0
+        self._hash: Any = xxhash.xxh3_128()
 
     def read(self, count: int) -> torch.Tensor:
         """The next elements, flat.
 
         Raises:
-            CheckpointError: the tensor has ended now and its digest is another, or the file is cut short.
+            CheckpointError: a stretch has ended now and its digest is another, or the file is cut short.
             DiskReadError: the system refused.
         """
         tensor = torch.empty(count, dtype=self._piece.dtype)
         view = raw(tensor)
         read_all(self._files, self._fd, view, self._piece.start + self._done, self._path)
-        self._done += len(view)
-        if not self._verifies:
-            return tensor
-        self._hash.update(view)
-        if self._done == self._piece.nbytes and self._hash.hexdigest() != self._piece.digest:
-            raise CheckpointError(
-                f"{self._path} is damaged: the bytes of {self._piece.key} have another digest than when they "
-                "were saved"
-            )
+        while len(view):
+            view = view[self._verify(view) :]
         return tensor
 
+    def _verify(self, view: memoryview) -> int:
+        """Take what belongs to the present stretch; how many bytes that was."""
+        stretch = self._piece.stretches[self._at]
+        taken = view[: stretch.stop - self._done]
+        self._done += len(taken)
+        if self._hash is not None:
+            self._hash.update(taken)
+        if self._done == stretch.stop:
+            if self._hash is not None and self._hash.hexdigest() != stretch.digest:
+                raise CheckpointError(
+                    f"{self._path} is damaged: the bytes of {self._piece.key} have another digest than when they "
+                    "were saved"
+                )
+            self._at += 1
+            self._hash = xxhash.xxh3_128()
+        return len(taken)
+
     def seek(self, element: int) -> None:
-        """Go on with an element further on: the tensor's digest is then not compared."""
-        self._verifies = False
+        """Go on with an element further on: a stretch that is then not read from its first byte is not compared."""
         self._done = element * self._piece.dtype.itemsize
+        self._at = bisect_right(self._piece.stretches, self._done, key=lambda stretch: stretch.stop)
+        self._hash = xxhash.xxh3_128() if self._done == self._start() else None
 
     def rest(self) -> None:
-        """Compare the digest, unless something was passed over.
+        """Read the stretch that was begun to its end, and compare its digest.
 
         Raises:
             CheckpointError, DiskReadError: as `read`.
         """
-        while self._verifies and self._done < self._piece.nbytes:
-            self.read(min(PART, (self._piece.nbytes - self._done) // self._piece.dtype.itemsize))
+        if self._hash is not None and self._done > self._start():
+            stop = self._piece.stretches[self._at].stop
+            while self._start() < self._done < stop:
+                self.read(min(PART, (stop - self._done) // self._piece.dtype.itemsize))
+
+    def _start(self) -> int:
+        """Where the present stretch begins."""
+        return self._piece.stretches[self._at - 1].stop if self._at else 0
 
     def whole(self) -> torch.Tensor:
         """The tensor in its shape."""

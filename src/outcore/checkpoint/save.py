@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from outcore.checkpoint.manifest import (
 )
 from outcore.checkpoint.model import end_previous, engine_with, kind_of, names_by_number, persistent_buffers
 from outcore.checkpoint.pieces import Layout, Piece
-from outcore.checkpoint.ranked import collect, everyones_randoms
+from outcore.checkpoint.ranked import Found, everyones_randoms, merged, write_own
 from outcore.checkpoint.saving import Job, Saving
 from outcore.checkpoint.values import Put, encode
 from outcore.checkpoint.writer import Cursor, Writer, committed
@@ -57,8 +59,8 @@ def save(
             strings, booleans, ``None``, tensors, and lists, tuples and dicts of these.
         wait: until it is committed. Otherwise the large part is written by a thread while training goes on, and
             the checkpoint is of this moment all the same. A save of the model that is under way is waited for first.
-            Several ranks save together, each calling this, and always wait; the first one writes, and its buffers
-            and ``extra`` are what is kept.
+            Several ranks save together, each calling this, and always wait; each writes what it keeps, and the
+            first one's buffers and ``extra``.
 
     Returns:
         The save: ``saving.wait()`` waits until it is committed, ``saving.done`` says whether it is.
@@ -103,7 +105,7 @@ def _begin_together(
     extra: Any,
     after: Callable[[], None],
 ) -> Saving:
-    """Save what several ranks keep: all of it, before this returns. The first of them writes."""
+    """Save what several ranks keep: all of it, before this returns. How: `outcore.checkpoint.ranked`."""
     ranks, what = engine.ranks, f"the save of {target.name}"
     opened: Opened | None = None
     with ExitStack() as stack:
@@ -115,14 +117,20 @@ def _begin_together(
             if ranks.number == 0:
                 opened = _open(target, engine, held, extra, randoms)
                 stack.enter_context(opened.folder)
-        faults = collect(
-            engine, *((opened.values, opened.moments) if opened else ({}, {})), held is not None, what
-        )
+                opened.writer.begin(opened.manifest.own_pieces())
+        named = ranks.words(b"" if opened is None else os.fsencode(opened.place), what)
+        found: Found = {}
         with ranks.together(what):
-            for fault in faults:
-                raise fault
+            layout = Layout()
+            parameters = _plan_parameters(engine, layout, held is not None)
+            layout.seal()
+            found = write_own(engine, Path(os.fsdecode(named[0])), parameters)
+        everyones = [json.loads(said) for said in ranks.words(json.dumps(found).encode(), what)]
         with ranks.together(what):
             if opened is not None:
+                for piece in opened.manifest.own_pieces():
+                    if piece.nbytes:
+                        opened.writer.completed(piece, merged(piece, everyones))
                 opened.writer.finish(opened.manifest)
                 stack.pop_all().close()
                 after()
@@ -144,12 +152,14 @@ class Opened:
     """A checkpoint of which all that is small is written.
 
     Attributes:
+        place: the folder that is written to.
         folder: closing it commits, leaving it with an error removes what was written.
         values: where each parameter goes, by name.
         moments: where its moments go.
     """
 
     target: Path
+    place: Path
     folder: ExitStack
     writer: Writer
     manifest: Manifest
@@ -193,7 +203,7 @@ def _open(target: Path, engine: Engine, held: Optimizer | None, extra: Any, rand
             for name, p in parameters.items()
         }
         manifest = Manifest(writer.stored(), parameters, buffers, state, stored, random, more)
-        return Opened(target, stack.pop_all(), writer, manifest, values, moments)
+        return Opened(target, folder, stack.pop_all(), writer, manifest, values, moments)
 
 
 def _write(writer: Writer, piece: Piece, tensor: torch.Tensor) -> None:

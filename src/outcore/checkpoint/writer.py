@@ -15,7 +15,7 @@ import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,7 +25,7 @@ import xxhash
 from outcore.checkpoint import files as seam
 from outcore.checkpoint.files import Files, has_no_locks, write_all, writing
 from outcore.checkpoint.manifest import LIMIT, NAME, Manifest, StoredFile, write
-from outcore.checkpoint.pieces import Piece, PieceFile, digest, raw
+from outcore.checkpoint.pieces import Piece, PieceFile, Stretch, digest, raw
 from outcore.errors import CheckpointError, UsageError
 
 TEMPORARY = ".tmp-"
@@ -48,8 +48,7 @@ class Cursor:
         self._file.write(view, self._piece.start + self._done)
         self._done += len(view)
         if self._done == self._piece.nbytes:
-            self._piece.digest = self._hash.hexdigest()
-            self._file.completed(self._piece)
+            self._file.completed(self._piece, (Stretch(self._done, self._hash.hexdigest()),))
 
 
 class OpenFile:
@@ -71,7 +70,7 @@ class OpenFile:
         self._fd = -1
         for piece in planned.pieces:
             if not piece.nbytes:
-                piece.digest = digest(b"")
+                piece.stretches = (Stretch(0, digest(b"")),)
 
     def begin(self) -> None:
         """Make the file and write its header."""
@@ -85,8 +84,9 @@ class OpenFile:
         self.begin()
         write_all(self._files, self._fd, view, offset, self._path)
 
-    def completed(self, piece: Piece) -> None:
+    def completed(self, piece: Piece, stretches: tuple[Stretch, ...]) -> None:
         """A tensor is written to its end."""
+        piece.stretches = stretches
         with self._lock:
             self._open.discard(piece)
             over = not self._open
@@ -128,6 +128,15 @@ class Writer:
         """Where the bytes of a tensor go."""
         return Cursor(piece, self._opened[piece.file])
 
+    def begin(self, pieces: Iterable[Piece]) -> None:
+        """Make the files of tensors that others write to."""
+        for name in dict.fromkeys(piece.file for piece in pieces if piece.nbytes):
+            self._opened[name].begin()
+
+    def completed(self, piece: Piece, stretches: tuple[Stretch, ...]) -> None:
+        """Others have written a tensor to its end."""
+        self._opened[piece.file].completed(piece, stretches)
+
     def settle(self) -> None:
         """Make the files durable that are written to their end.
 
@@ -148,7 +157,9 @@ class Writer:
             DiskFullError, DiskWriteError: the system refused.
             UsageError: the manifest would be too large.
         """
-        assert all(piece.digest for file in self._planned for piece in file.pieces), "a tensor is not written"
+        assert all(piece.stretches for file in self._planned for piece in file.pieces), (
+            "a tensor is not written"
+        )
         data = write(manifest)
         if len(data) > LIMIT:
             raise UsageError(

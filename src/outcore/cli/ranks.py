@@ -62,7 +62,12 @@ def launched(device: torch.device) -> Iterator[Launch]:
     if device.type != "cpu":
         number = int(os.environ.get("LOCAL_RANK", "0"))
         torch.accelerator.set_device_index(number % torch.accelerator.device_count())
-    dist.init_process_group("gloo")
+    from torch.distributed.rendezvous import rendezvous
+
+    from outcore.parallel.lives import own_store
+
+    store, rank, _ = next(rendezvous("env://"))
+    dist.init_process_group("gloo", store=own_store(store, rank, size), rank=rank, world_size=size)
     try:
         if dist.get_rank() == 0:
             yield Launch(0, size)

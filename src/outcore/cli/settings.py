@@ -53,6 +53,7 @@ class Settings:
     grace: float | None = None
     sharding: str = "parameters"
     split: str = "even"
+    sums: str = "backward"
 
     def __post_init__(self) -> None:
         options.at_least(2, seq_len=self.seq_len)

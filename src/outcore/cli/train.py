@@ -133,6 +133,13 @@ def train(
             "rank does in a second, as it is measured."
         ),
     ] = "even",
+    sums: Annotated[
+        str,
+        typer.Option(
+            help="Under torchrun, when gradients are summed over ranks: after each backward, or once a step, which "
+            "sends less with --accumulate and keeps them whole until then."
+        ),
+    ] = "backward",
 ) -> None:
     """Train a language model with its states spread over accelerator, DRAM and disk."""
     with reported():
@@ -164,6 +171,7 @@ def train(
             grace=grace,
             sharding=sharding,
             split=split,
+            sums=sums,
         )
         run(settings)
 
@@ -201,7 +209,7 @@ def run_rank(settings: Settings, launch: Launch) -> None:
 
     console = make_console()
     console.quiet = launch.rank > 0
-    sharding = outcore.Sharding(settings.sharding)  # type: ignore[arg-type]
+    sharding = outcore.Sharding(settings.sharding, sums=settings.sums)  # type: ignore[arg-type]
     device = find(settings.device)
     budget = outcore.Budget(
         device=settings.device_memory, host=settings.host_memory, disk=settings.disk or None

@@ -46,7 +46,7 @@ class Joined:
     def __init__(self, world: World) -> None:
         self._world = world
         self._states = world.sharding.states
-        self._eager = self._states in ("parameters", "gradients")
+        self._eager = self._states in ("parameters", "gradients") and world.sharding.sums == "backward"
         self._keeps = self._states in ("gradients", "optimizer")
 
     @property
@@ -210,7 +210,7 @@ class RankedDeviceSite(Joined, DeviceSite):
 
 def _layout(units: Sequence[Unit], world: World) -> bytes:
     """What all ranks must have in common."""
-    said: list[str] = [world.sharding.states]
+    said: list[str] = [world.sharding.states, world.sharding.sums]
     for unit in units:
         said.append(unit.name)
         for store in unit.stores:

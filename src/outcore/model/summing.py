@@ -4,8 +4,8 @@
 All ranks must sum the same units at the same time, but which gradients they have may differ. So with each gather
 every rank says which units' gradients are complete with it, as far as it can know: those that are closed. What is
 complete on all is summed before the gather, the rest when backward is over. So the gradients of few units exist
-whole at a time. Where ranks sum their own gradients over the micro-batches of a step first, all of it waits for
-the step.
+whole at a time. Where gradients may stay whole, all of it waits for the end of backward, which needs fewer words; and
+where ranks sum their own over the passes of a step first, for the step.
 
 What a rank says depends on what it did, never on which copies have arrived: otherwise the order of sums, and with it
 the last bits, would depend on timing. Gradients that come down from a device are waited for. So that there is little
@@ -61,7 +61,7 @@ class Summing:
         stores: from the trained runs as they are kept to those in ``own``.
         reduction: sums gradients over ranks.
         arrivals: what is on its way to ``own``.
-        eager: sum after each backward, not once a step.
+        eager: sum what is complete with each gather, not all at once.
     """
 
     def __init__(
@@ -111,12 +111,12 @@ class Summing:
 
     def pass_over(self) -> None:
         """A backward pass has ended."""
-        if self.eager:
+        if self._world.sharding.sums == "backward":
             self._sum_all("the end of a backward pass")
 
     def settle(self) -> None:
         """Sum all that waits: the step needs it."""
-        if not self.eager:
+        if self._world.sharding.sums == "step":
             self._sum_all("the sum of the step's gradients")
 
     def _sum_all(self, what: str) -> None:

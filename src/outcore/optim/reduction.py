@@ -4,7 +4,9 @@
 A rank gives each owner of a slice its own gradient of it, and each owner adds what it got in fp32, rank 0 first: so the
 sum does not depend on which bytes came first, a run repeats bit by bit, and every way of sharding has the same bits.
 Each element crosses the wire once, in the dtype in which it was collected: what a reduce-scatter takes at least. The
-mean over ranks is taken at the end, once. Along the second dimension of a mesh the owners' sums are added the same way.
+mean over ranks is taken of each such sum. What a step has of them is added up in fp32 in the order of its backward
+passes, which is why all ways of sharding have the same bits, also under accumulation. Along the second dimension of a
+mesh the owners' sums are added the same way.
 
 [Note: Who has a gradient]
 Ranks may miss different parameters (an expert that none of their rows went to). They say beforehand which ones they

@@ -73,17 +73,6 @@ class Wire:
         found = self.members[source]
         self._run(what, part, lambda: dist.broadcast(data, found, group=self.group), factor=1)
 
-    def hand(self, tensor: torch.Tensor, source: int, target: int, what: str) -> None:
-        """Give the rank at place ``target`` what the one at ``source`` has; the others have no part in it."""
-        data = _bytes(tensor)
-        if source == target or not data.numel():
-            return
-        there, here = self.members[source], self.members[target]
-        if self.number == source:
-            self._run(what, 0, lambda: dist.send(data, here, group=self.group), factor=1)
-        elif self.number == target:
-            self._run(what, data.numel(), lambda: dist.recv(data, there, group=self.group), factor=1)
-
     def hang_up(self) -> None:
         """Break the connections, so that whoever waits for this rank hears of it now."""
         group, self.group = self.group, None
