@@ -218,7 +218,8 @@ def _across(
     found = recipe(optimizer)
     wanted = outcore.Precision(precision)  # type: ignore[arg-type]
     built, batch = _shaped(name, batch_size, seq_len)
-    subject = Subject(built.model, make(found, built.model.parameters(), 1e-4), batch, precision=wanted)
+    made = make(found, built.model.parameters(), 1e-4)
+    subject = Subject(built.model, made, batch, precision=wanted, on_host=False)
     ways = spread(subject, cluster, accumulate)
     if as_json:
         typer.echo(json.dumps({"name": name, "ways": [way.as_dict() for way in ways]}, indent=1))

@@ -14,6 +14,7 @@ import torch
 from outcore.chunks.layout import Run
 from outcore.chunks.pool import Pool
 from outcore.chunks.store import Reserve, RunStore, Span, gradient_store, span_bytes
+from outcore.errors import UsageError
 from outcore.memory.budget import Budget, Limits
 from outcore.memory.device import Streams, free_bytes
 from outcore.memory.heap import give_back
@@ -24,6 +25,8 @@ from outcore.model.descent import Descent
 from outcore.model.device_stage import DeviceStage
 from outcore.model.policies import Activations
 from outcore.model.ranked_stage import RankedStage, ShardedStage, frame_bytes
+from outcore.model.saved.carriers import Carrier, HostCarrier
+from outcore.model.saved.device_carrier import DeviceCarrier
 from outcore.model.stage import HostStage, Stage
 from outcore.model.unit import Extra, Unit
 from outcore.model.weights import Compared, Source
@@ -72,6 +75,13 @@ class Site(Protocol):
         updates: Updates,
     ) -> Stage:
         """The stage."""
+
+    def carrier(self, pool: Pool, ledger: Ledger) -> Carrier:
+        """What takes saved tensors to the next tier, once there is a stage.
+
+        Raises:
+            UsageError: there is no such tier, or not for several ranks.
+        """
 
     def gauge(self, stage: Stage, pool: Pool, ledger: Ledger, roomy: bool, outside: Outside) -> Gauge:
         """What keeps room for activations."""
@@ -124,6 +134,14 @@ class HostSite(Lone):
         updates: Updates,
     ) -> Stage:
         return HostStage(pool, self._spans, gradients)
+
+    def carrier(self, pool: Pool, ledger: Ledger) -> Carrier:
+        if not self._limits.disk:
+            raise UsageError(
+                "where the CPU computes, activations are offloaded to a disk: name one, Budget(disk=DIR), or let "
+                "blocks keep or recompute them"
+            )
+        return HostCarrier(pool)
 
     def gauge(self, stage: Stage, pool: Pool, ledger: Ledger, roomy: bool, outside: Outside) -> Gauge:
         settled = _nothing if roomy else give_back
@@ -216,6 +234,9 @@ class RankedSite(HostSite):
             updates,
         )
 
+    def carrier(self, pool: Pool, ledger: Ledger) -> Carrier:
+        raise UsageError("several ranks can't offload activations yet: let blocks keep or recompute them")
+
 
 def _layout(units: Sequence[Unit], world: World) -> bytes:
     """What all ranks must have in common."""
@@ -239,6 +260,7 @@ class DeviceSite(Lone):
         self._budget = limits.device
         self._prefetch = prefetch
         self._pinned = PinnedMemory(limits.host)
+        self._streams: Streams | None = None
 
     def span(self, run: Run) -> Span:
         return lambda offset, nbytes: self._pinned.region(nbytes)
@@ -259,11 +281,15 @@ class DeviceSite(Lone):
         updates: Updates,
     ) -> Stage:
         ledger.budget["device"] = self._budget
-        streams = Streams(self.device)
+        streams = self._streams = Streams(self.device)
         descent = Descent(self.device, streams, gradients, pool, self._pinned, ledger)
         return DeviceStage(
             self.device, units, pool, descent, streams, clock, ledger, self._budget, updates, self._prefetch
         )
+
+    def carrier(self, pool: Pool, ledger: Ledger) -> Carrier:
+        assert self._streams is not None, "the stage comes first"
+        return DeviceCarrier(self.device, pool, self._pinned, self._streams, ledger)
 
     def gauge(self, stage: Stage, pool: Pool, ledger: Ledger, roomy: bool, outside: Outside) -> Gauge:
         assert isinstance(stage, DeviceStage)

@@ -85,7 +85,8 @@ def plan(
     if accumulate < 1 or ranks < 1:
         raise UsageError(f"accumulate and ranks must be at least 1, and are {accumulate} and {ranks}")
     where = machine_of(machine)
-    subject = Subject(model, optimizer or AdamW(model.parameters()), batch, loss, precision, units)
+    on_host = where.device is None
+    subject = Subject(model, optimizer or AdamW(model.parameters()), batch, loss, precision, units, on_host)
     planner = Planner(subject, where, limits_of(where, budget))
     sequences = subject.batch_size * accumulate
     if micro_batch is not None and (micro_batch < 1 or sequences % micro_batch):

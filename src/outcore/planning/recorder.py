@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -45,6 +46,7 @@ class Span:
         live: bytes alive at its end.
         parts: the peak, by `CATEGORIES`.
         work: what is computed in it.
+        stored: what blocks offload in it: the number of the unit that asks for it in backward, and bytes.
     """
 
     event: Event
@@ -52,6 +54,7 @@ class Span:
     live: int = 0
     parts: tuple[int, ...] = (0,) * len(CATEGORIES)
     work: Work = field(default_factory=Work.none)
+    stored: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Recorder(TorchDispatchMode):
@@ -74,6 +77,7 @@ class Recorder(TorchDispatchMode):
         self._experts = 1
         self._holding: set[int] = set()
         self._arriving: set[Unit] = set()
+        self._counts = True
 
     # -- what the hooks tell ----------------------------------------------------------------------
 
@@ -119,6 +123,19 @@ class Recorder(TorchDispatchMode):
             entry[1] = CATEGORIES.index("gradients")
             self._parts[entry[1]] += nbytes
 
+    def stored(self, unit: int, nbytes: int) -> None:
+        """A block offloads so many bytes."""
+        self.spans[-1].stored.append((unit, nbytes))
+
+    @contextmanager
+    def counting(self, on: bool) -> Iterator[None]:
+        """Whether what appears inside is counted."""
+        before, self._counts = self._counts, on
+        try:
+            yield
+        finally:
+            self._counts = before
+
     def begin(self, key: Hashable, size: int) -> None:
         """A gauge's lap; nothing to do."""
 
@@ -145,7 +162,7 @@ class Recorder(TorchDispatchMode):
             for leaf in tree_leaves((args, kwargs))
             if isinstance(leaf, torch.Tensor)
         }
-        for leaf in tree_leaves(result):
+        for leaf in tree_leaves(result) if self._counts else ():
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
                 if storage._cdata not in incoming and storage._cdata not in self._charged:

@@ -183,7 +183,7 @@ def rehearse(
     trains = (
         optimizer if isinstance(optimizer, Trains) else _Ruled(optimizer or AdamRule(decoupled=True), model)
     )
-    subject = Subject(model, trains, batch, loss, precision, units)
+    subject = Subject(model, trains, batch, loss, precision, units, on_host)
     asked = _Asked(activations or Activations(), parse_size(chunk_size), on_host, accumulate)
     low = asked.least(subject, subject.batch_size)
     laid, points = subject.layout(asked.chunk_bytes)

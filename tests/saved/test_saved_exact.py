@@ -1,0 +1,42 @@
+"""Offloaded activations never change the result: every shape, over budgets, ways and read-ahead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outcore
+from exact.families import FAMILIES
+from exact.reference import Loop, in_memory, offloaded
+from exact.shapes import SHAPES, Shape
+from outcore.model.saved import store
+
+ALL = pytest.mark.parametrize("shape", SHAPES + FAMILIES, ids=lambda shape: shape.name)
+
+
+@pytest.fixture(autouse=True)
+def everything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "SMALLEST", 1)
+
+
+def adamw(params: Any) -> outcore.AdamW:
+    return outcore.AdamW(params, lr=1e-2, weight_decay=0.1)
+
+
+@ALL
+@pytest.mark.parametrize("way", ["offload", "recompute+offload"])
+def test_ways(shape: Shape, way: Any, tmp_path: Path) -> None:
+    loop = Loop(accumulate=2, clip=0.5)
+    expected = in_memory(shape, loop, adamw)
+    for host, prefetch in (("12MiB", True), ("12MiB", False), ("1GiB", True)):
+        offloaded(
+            shape,
+            loop,
+            adamw,
+            budget=outcore.Budget(host=host, disk=tmp_path),
+            activations=outcore.Activations(way),
+            chunk_size="128KiB",
+            prefetch=prefetch,
+        ).assert_equal(expected)
