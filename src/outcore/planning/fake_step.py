@@ -232,7 +232,9 @@ def _hang(
     backward = BackwardPass(residency, recorder.complete)
     blocks = [i for p in points if p.block for i in p.units]
     recorder.last_block = max(blocks, default=-1)
-    sliced = [p for p in points if p.block and recomputes(ways[p.name]) and activations.microbatch is not None]
+    sliced = [
+        p for p in points if p.block and recomputes(ways[p.name]) and activations.microbatch is not None
+    ]
     recorder.sliced = frozenset(i for p in sliced for i in p.units)
     places = {binding.parameter: (unit, binding) for unit in units for binding in unit.bindings}
 

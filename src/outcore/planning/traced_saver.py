@@ -1,8 +1,8 @@
 """What blocks offload in a step traced without values.
 
-The same choice of what moves as in `outcore.model.saved.store`, the same places where memory of the device is let go and
-taken as in `outcore.model.saved.device_carrier`. Where the host computes, what backward sees are the chunks themselves,
-which the simulated pool holds.
+The same choice of what moves as in `outcore.model.saved.store`, the same places where memory of the device is let
+go and taken as in `outcore.model.saved.device_carrier`. Where the host computes, what backward sees are the chunks
+themselves, which the simulated pool holds.
 """
 
 from __future__ import annotations

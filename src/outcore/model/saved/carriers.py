@@ -34,7 +34,7 @@ class Carrier(Protocol):
         """So many bytes of these chunks will be shown soon."""
 
     def show(self, chunk: Chunk, nbytes: int) -> tuple[torch.Tensor, Guard | None]:
-        """The bytes of a chunk where computing happens, shape [nbytes], uint8, in a storage of their own.
+        """The bytes of a chunk where computing happens, shape [nbytes], uint8, in a storage that nobody uses again.
 
         Returns:
             The bytes, and what must be closed when nobody looks at their storage any more.

@@ -49,9 +49,10 @@ class Entry:
 
     Attributes:
         origin: the tensor that was saved, or the one that it is a view of; what counts its versions.
+        shown: the storage in which backward sees them, while somebody does, from its byte ``first`` on.
     """
 
-    __slots__ = ("__weakref__", "_over", "chunk", "origin", "shown", "slot", "span", "version")
+    __slots__ = ("__weakref__", "_over", "chunk", "first", "origin", "shown", "slot", "span", "version")
 
     def __init__(
         self, slot: Slot, chunk: Chunk, span: Span, tensor: torch.Tensor, over: deque[tuple[Slot, Chunk]]
@@ -62,6 +63,7 @@ class Entry:
         self.origin = weakref.ref(_origin(tensor))
         self.version = tensor._version
         self.shown: weakref.ref[torch.UntypedStorage] | None = None
+        self.first = 0
         self._over = over
 
     def __del__(self) -> None:
@@ -241,11 +243,11 @@ class SavedTensors:
         with uncounted():
             if storage is None:
                 storage = self._show(entry)
-            return held.layout.of(storage, self._device)
+            return held.layout.of(storage, entry.first, self._device)
 
     def _show(self, entry: Entry) -> torch.UntypedStorage:
         stored, guard = self._carrier.show(entry.chunk, entry.span.nbytes)
-        storage = stored.untyped_storage()
+        storage, entry.first = stored.untyped_storage(), int(stored.storage_offset())
         unseen = self._unseen
 
         def gone(_: object) -> None:

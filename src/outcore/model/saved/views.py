@@ -40,10 +40,11 @@ class Layout:
     strides: tuple[int, ...]
     offset: int
 
-    def of(self, storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-        """The tensor in a storage on a device that begins with the first byte that is stored."""
+    def of(self, storage: torch.UntypedStorage, first: int, device: torch.device) -> torch.Tensor:
+        """The tensor in a storage on a device, of which ``first`` is the first byte that is stored."""
         empty = torch.empty(0, dtype=self.dtype, device=device)
-        return empty.set_(storage, self.offset, self.shape, self.strides)
+        offset = self.offset + first // self.dtype.itemsize
+        return empty.set_(storage, offset, self.shape, self.strides)
 
 
 def has_bytes(tensor: torch.Tensor) -> bool:
