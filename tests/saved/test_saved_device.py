@@ -14,16 +14,10 @@ from exact.reference import Loop
 from exact.shapes import SHAPES, Shape
 from exact.test_device import on_device
 from exact.test_matrix import adamw
-from outcore.model.saved import store
 
 SOME = [
     shape for shape in SHAPES + FAMILIES if shape.name in ("stack", "attention", "twice", "dropout", "t5")
 ]
-
-
-@pytest.fixture(autouse=True)
-def everything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "SMALLEST", 1)
 
 
 @pytest.mark.parametrize("shape", SOME, ids=lambda shape: shape.name)

@@ -11,14 +11,8 @@ import outcore
 from exact.families import FAMILIES
 from exact.reference import Loop, in_memory, offloaded
 from exact.shapes import SHAPES, Shape
-from outcore.model.saved import store
 
 ALL = pytest.mark.parametrize("shape", SHAPES + FAMILIES, ids=lambda shape: shape.name)
-
-
-@pytest.fixture(autouse=True)
-def everything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "SMALLEST", 1)
 
 
 def adamw(params: Any) -> outcore.AdamW:

@@ -246,7 +246,11 @@ class SavedTensors:
             return held.layout.of(storage, entry.first, self._device)
 
     def _show(self, entry: Entry) -> torch.UntypedStorage:
-        stored, guard = self._carrier.show(entry.chunk, entry.span.nbytes)
+        try:
+            stored, guard = self._carrier.show(entry.chunk, entry.span.nbytes)
+        except BaseException:
+            entry.chunk.error = None  # its traceback holds the graph, and the graph the chunk
+            raise
         storage, entry.first = stored.untyped_storage(), int(stored.storage_offset())
         unseen = self._unseen
 
