@@ -155,7 +155,7 @@ def stretched(short: Trace, long: Trace, times: float) -> Trace:
         peak, live = further(a.peak, b.peak), further(a.live, b.live)
         stored = [(unit, further(x, y)) for (unit, x), (_, y) in zip(a.stored, b.stored, strict=True)]
         work = Work(flops, nbytes, operators, attention, operands)
-        spans.append(Span(b.event, peak, live, parts, work, stored))
+        spans.append(Span(b.event, peak, live, parts, work, stored, further(a.shown, b.shown)))
     growth = max(span.peak for span in spans) * long.growth // max(1, long.peak)
     return Trace(spans, growth, further(short.tokens, long.tokens), long.wide)
 

@@ -213,7 +213,10 @@ class Planner:
         """
         found: list[_Fit] = []
         tokens = self._subject.tokens
-        for settings in candidates(sequences, accumulate, micro_batch, activations, chunk_bytes, tokens):
+        below = not self._on_host or self._limits.disk > 0
+        for settings in candidates(
+            sequences, accumulate, micro_batch, activations, chunk_bytes, tokens, below
+        ):
             if any(dominates(fit.settings, settings) for fit in found):
                 continue
             outcome = self.fits(settings)

@@ -47,6 +47,7 @@ class Span:
         parts: the peak, by `CATEGORIES`.
         work: what is computed in it.
         stored: what blocks offload in it: the number of the unit that asks for it in backward, and bytes.
+        shown: the most bytes of that which backward sees at one time, where they are pinned for it.
     """
 
     event: Event
@@ -55,6 +56,7 @@ class Span:
     parts: tuple[int, ...] = (0,) * len(CATEGORIES)
     work: Work = field(default_factory=Work.none)
     stored: list[tuple[int, int]] = field(default_factory=list)
+    shown: int = 0
 
 
 class Recorder(TorchDispatchMode):
@@ -78,6 +80,7 @@ class Recorder(TorchDispatchMode):
         self._holding: set[int] = set()
         self._arriving: set[Unit] = set()
         self._counts = True
+        self._shown = 0
 
     # -- what the hooks tell ----------------------------------------------------------------------
 
@@ -103,7 +106,7 @@ class Recorder(TorchDispatchMode):
         """Begin a new span."""
         self.spans[-1].live = self._live
         if event[0] != "end":
-            self.spans.append(Span(event, self._live, self._live, tuple(self._parts)))
+            self.spans.append(Span(event, self._live, self._live, tuple(self._parts), shown=self._shown))
 
     def gradient(self, unit: Unit, gradient: torch.Tensor, wide: bool) -> None:
         """A storage turned out to be a parameter's gradient.
@@ -126,6 +129,11 @@ class Recorder(TorchDispatchMode):
     def stored(self, unit: int, nbytes: int) -> None:
         """A block offloads so many bytes."""
         self.spans[-1].stored.append((unit, nbytes))
+
+    def show(self, nbytes: int) -> None:
+        """Backward sees so many more bytes of chunks, or so many less."""
+        self._shown += nbytes
+        self.spans[-1].shown = max(self.spans[-1].shown, self._shown)
 
     @contextmanager
     def counting(self, on: bool) -> Iterator[None]:

@@ -3,7 +3,7 @@
 [Note: Search]
 Settings that change a step's time are few: the micro-batch (a step's sequences in fewer passes fetch parameters less
 often, and hold more activations), whether blocks are recomputed (which makes room for chunks, and costs a forward),
-whether recomputed blocks run in slices (one pass for the whole step with the activations of a slice), and the size of
+whether they are offloaded (which makes as much room, and costs links), whether recomputed blocks run in slices (one pass for the whole step with the activations of a slice), and the size of
 chunks. Each is simulated with all of the budgets: what is left of them holds the chunks that are used soonest, so there
 is no split to search for. What was fixed by the caller stays as it is.
 
@@ -48,10 +48,18 @@ class Settings:
 
 def said(activations: Activations) -> str:
     """A policy in words."""
-    if activations.blocks == "keep":
-        return "kept"
-    part = activations.microbatch
-    return "recomputed" if part is None else f"recomputed in slices of {part}"
+    found = _SAID[activations.blocks]
+    if activations.microbatch is not None:
+        found += f" in slices of {activations.microbatch}"
+    return f"{found}, single blocks otherwise" if activations.units else found
+
+
+_SAID = {
+    "keep": "kept",
+    "recompute": "recomputed",
+    "offload": "offloaded",
+    "recompute+offload": "recomputed from offloaded inputs",
+}
 
 
 def candidates(
@@ -61,10 +69,12 @@ def candidates(
     activations: Sequence[Activations] | None,
     chunk_bytes: int | None,
     tokens: int = 1,
+    below: bool = False,
 ) -> Iterator[Settings]:
     """Settings to try, those that compute least first within each micro-batch, the largest micro-batch first.
 
     Args:
+        below: there is a tier that activations can be offloaded to.
         tokens: of a sequence.
     """
     sizes = [micro_batch] if micro_batch else _sizes(sequences)
@@ -73,6 +83,7 @@ def candidates(
             ways = list(activations)
         else:
             ways = [Activations("keep"), Activations("recompute")]
+            ways += [Activations("offload"), Activations("recompute+offload")] if below else []
             part = next((d for d in range(1, size) if size % d == 0 and d * tokens >= SLICE_TOKENS), None)
             ways += [] if part is None else [Activations("recompute", part)]
         for way in ways:

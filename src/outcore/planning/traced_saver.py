@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from outcore.chunks.chunk import Chunk
 from outcore.chunks.store import pages
-from outcore.model.saved.store import SMALLEST
+from outcore.model.saved import store
 from outcore.model.saved.views import layout_in, to_store
 from outcore.model.unit import Unit
 from outcore.planning.recorder import Recorder
@@ -69,7 +69,7 @@ class TracedSaver:
         group = _Group(unit)
 
         def pack(tensor: torch.Tensor) -> Any:
-            moves = tensor.numel() > 0 and to_store(tensor).nbytes >= SMALLEST
+            moves = tensor.numel() > 0 and to_store(tensor).nbytes >= store.SMALLEST
             if not moves or tensor.untyped_storage()._cdata in staying:
                 return tensor.detach()
             return self._entry(group, tensor), layout_in(tensor, to_store(tensor))
@@ -116,7 +116,12 @@ class TracedSaver:
 
     def _make(self, entry: _Entry, counted: bool) -> torch.Tensor:
         with self._recorder.counting(counted):
-            return torch.empty(entry.nbytes, dtype=torch.uint8)
+            made = torch.empty(entry.nbytes, dtype=torch.uint8)
+        if self._on_host:
+            nbytes = pages(entry.nbytes)
+            self._recorder.show(nbytes)
+            weakref.finalize(made.untyped_storage(), self._recorder.show, -nbytes)
+        return made
 
     def sweep(self) -> None:
         pass
