@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from exact.families import FAMILIES
+from outcore.errors import BudgetError
 from outcore.model.saved import store
 from planning.accuracy import CPU, EMU, Case, measure, off, predict
 
@@ -68,7 +69,7 @@ def test_the_least_budget_is_enough_and_less_is_not(way: str, tmp_path: Path) ->
 
 
 def test_offloading_needs_less_host_memory_than_keeping() -> None:
-    """Each way as the trace has it: what a block saves is not there while others run, what a checkpoint saves neither."""
+    """What a block saves is not there while others run, and what a checkpoint saves neither."""
     least = {}
     for way in ("keep", "offload", "recompute", "recompute+offload"):
         run = case("gpt2", way=way, chunk="64KiB")

@@ -18,6 +18,7 @@ from engine.twin import Run, same, small, spread
 from exact.shapes import WIDTH, Block, Stack
 from outcore.engine import Engine
 from outcore.errors import ModelError, UsageError
+from outcore.model.policies import read_activations
 
 OFFLOAD = outcore.Activations("offload")
 WAYS = pytest.mark.parametrize("way", ["offload", "recompute+offload"])
@@ -170,10 +171,15 @@ def test_what_can_not_be(tmp_path: Path) -> None:
         (lambda: outcore.Activations(units={"a": "drop"}), "'drop' for 'a'"),  # type: ignore[dict-item]
         (lambda: outcore.Activations(units=7), "must be a mapping or a function"),  # type: ignore[arg-type]
         (lambda: outcore.Activations("offload", microbatch=2), "works on recomputed blocks"),
+        (lambda: outcore.Activations("recompute", 2, units={"h.0": "keep"}), "works on recomputed blocks"),
+        (lambda: read_activations("offload,h.0"), "write a way, and NAME=WAY"),
+        (lambda: read_activations("offload,h.0=drop"), "'drop' for 'h.0'"),
         (lambda: outcore.Activations(units=lambda name: "no").way("h.0"), "'no' for 'h.0'"),  # type: ignore[arg-type,return-value]
     ):
         with pytest.raises(UsageError, match=said):
             make()
+    written = outcore.Activations("offload", units={"h.0": "keep", "h.*": "recompute"})
+    assert read_activations(str(written)) == written
 
 
 class Around(Stack):

@@ -21,7 +21,7 @@ def searched(
 ) -> outcore.Plan | None:
     """The fastest plan for a run, or ``None`` where none is asked for.
 
-    Chosen are the size of chunks and, unless it is named, whether blocks recompute: both leave every bit of the result
+    Chosen are the size of chunks and, unless it is named, what blocks do with activations: both leave every bit of the result
     as it is. The batch stays as it is named, and so does ``--microbatch``.
 
     Raises:
@@ -35,15 +35,19 @@ def searched(
     import outcore
     from outcore.memory.budget import DiskPath
     from outcore.memory.device import free_bytes
+    from outcore.model.policies import read_activations
     from outcore.planning.this import this
 
     limits = budget.limits(None if device.type == "cpu" else free_bytes(device))
     places = [DiskPath(disk.path, disk.nbytes) for disk in limits.disk]
     machine = this(places[0].path if places else None)
     machine = machine.sized(disk=sum(disk.nbytes for disk in limits.disk))
-    blocks = [settings.activations] if settings.activations else ["keep", "recompute"]
-    if settings.microbatch is not None:
-        blocks = ["recompute"]
+    if settings.activations or settings.microbatch is not None:
+        ways = [settings.activations or "recompute"]
+    else:
+        ways = ["keep", "recompute"]
+        if limits.device is not None or limits.disk:
+            ways += ["offload", "recompute+offload"]
     ids = torch.empty((settings.batch_size, settings.seq_len), dtype=torch.long, device="meta")
     return outcore.plan(
         built.model,
@@ -52,7 +56,7 @@ def searched(
         machine=machine,
         budget=outcore.Budget(device=limits.device, host=limits.host, disk=places or None),
         precision=outcore.Precision(settings.precision),  # type: ignore[arg-type]
-        activations=[outcore.Activations(way, settings.microbatch) for way in blocks],  # type: ignore[arg-type]
+        activations=[read_activations(way, settings.microbatch) for way in ways],
         accumulate=settings.accumulate,
         micro_batch=settings.batch_size,
     )

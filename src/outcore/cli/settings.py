@@ -61,7 +61,8 @@ class Settings:
             raise UsageError(f"--plan is auto or none, and is {self.plan!r}")
         if self.microbatch is not None:
             options.at_least(1, microbatch=self.microbatch)
-            if self.activations not in (None, "recompute"):
+            ways = [part.rpartition("=")[2] for part in (self.activations or "recompute").split(",")]
+            if not all(way.startswith("recompute") for way in ways):
                 raise UsageError(
                     "--microbatch works on recomputed blocks: give --activations recompute, or leave it out"
                 )

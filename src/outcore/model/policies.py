@@ -69,7 +69,7 @@ class Activations:
             By default as many as the tokens of a ``microbatch``, and none if there is none.
 
     Raises:
-        UsageError: a setting that can't mean anything.
+        UsageError: a setting that can't mean anything; a block that would not run in the slices of the others.
     """
 
     blocks: ActivationsName = "keep"
@@ -86,18 +86,18 @@ class Activations:
                 self._check_way(way, f" for {name!r}")
         elif not callable(self.units):
             raise UsageError(f"units must be a mapping or a function, and is {self.units!r}")
-        if self.microbatch is not None and not self._may_recompute():
-            raise UsageError(
-                'microbatch works on recomputed blocks: give Activations("recompute", microbatch=...)'
-            )
+        for way in (self.blocks, *(way for _, way in self.units)) if isinstance(self.units, tuple) else ():
+            self._check_slices(way)
         for name in ("microbatch", "loss_slice"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"{name} must be a whole number of at least 1, and is {value!r}")
 
-    def _may_recompute(self) -> bool:
-        ways = [way for _, way in self.units] if isinstance(self.units, tuple) else ["recompute"]
-        return any(recomputes(way) for way in (self.blocks, *ways))
+    def _check_slices(self, way: ActivationsName) -> None:
+        if self.microbatch is not None and not recomputes(way):
+            raise UsageError(
+                'microbatch works on recomputed blocks: give Activations("recompute", microbatch=...)'
+            )
 
     @staticmethod
     def _check_way(way: object, where: str = "") -> None:
@@ -115,8 +115,9 @@ class Activations:
         assert callable(self.units)
         way = self.units(name)
         if way is None:
-            return self.blocks
+            way = self.blocks
         self._check_way(way, f" for {name!r}")
+        self._check_slices(way)
         return way
 
     def __str__(self) -> str:

@@ -29,7 +29,7 @@ from outcore.model.backward import BackwardPass
 from outcore.model.hooks import PointHooks
 from outcore.model.laps import Laps
 from outcore.model.placement import wants_fp32
-from outcore.model.policies import Activations, offloads, recomputes
+from outcore.model.policies import Activations, offloads
 from outcore.model.residency import Residency
 from outcore.model.saved.seam import NothingSaved, Saved
 from outcore.model.slices.heads import slice_loss
@@ -232,10 +232,7 @@ def _hang(
     backward = BackwardPass(residency, recorder.complete)
     blocks = [i for p in points if p.block for i in p.units]
     recorder.last_block = max(blocks, default=-1)
-    sliced = [
-        p for p in points if p.block and recomputes(ways[p.name]) and activations.microbatch is not None
-    ]
-    recorder.sliced = frozenset(i for p in sliced for i in p.units)
+    recorder.sliced = frozenset(blocks if activations.microbatch is not None else ())
     places = {binding.parameter: (unit, binding) for unit in units for binding in unit.bindings}
 
     def collect(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
