@@ -21,7 +21,7 @@ def searched(
 ) -> outcore.Plan | None:
     """The fastest plan for a run, or ``None`` where none is asked for.
 
-    Chosen are the size of chunks and, unless it is named, what blocks do with activations: both leave every bit of the result
+    Chosen are the size of chunks and, unless it is named, whether blocks recompute: both leave every bit of the result
     as it is. The batch stays as it is named, and so does ``--microbatch``.
 
     Raises:
@@ -46,8 +46,6 @@ def searched(
         ways = [settings.activations or "recompute"]
     else:
         ways = ["keep", "recompute"]
-        if limits.device is not None or limits.disk:
-            ways += ["offload", "recompute+offload"]
     ids = torch.empty((settings.batch_size, settings.seq_len), dtype=torch.long, device="meta")
     return outcore.plan(
         built.model,

@@ -212,16 +212,15 @@ class Planner:
             BudgetError: none fits.
         """
         found: list[_Fit] = []
-        tokens = self._subject.tokens
         below = not self._on_host or self._limits.disk > 0
-        for settings in candidates(
-            sequences, accumulate, micro_batch, activations, chunk_bytes, tokens, below
-        ):
-            if any(dominates(fit.settings, settings) for fit in found):
-                continue
-            outcome = self.fits(settings)
-            if outcome is not None:
-                found.append(_Fit(settings, outcome))
+        for offloaded in (False, True) if below and activations is None else (False,):
+            asks = (sequences, accumulate, micro_batch, activations, chunk_bytes, self._subject.tokens)
+            for settings in candidates(*asks, offloaded) if not found else ():
+                if any(dominates(fit.settings, settings) for fit in found):
+                    continue
+                outcome = self.fits(settings)
+                if outcome is not None:
+                    found.append(_Fit(settings, outcome))
         if (
             found and chunk_bytes is None
         ):  # the size of chunks matters least: it is tried on the best of the rest

@@ -2,11 +2,11 @@
 
 [Note: Search]
 Settings that change a step's time are few: the micro-batch (a step's sequences in fewer passes fetch parameters less
-often, and hold more activations), whether blocks are recomputed (which makes room for chunks, and costs a forward) or
-offload what they save (which makes as much room, and costs links: tried where keeping it doesn't fit), whether
-recomputed blocks run in slices (one pass for the whole step with the activations of a slice), and the size of chunks.
-Each is simulated with all of the budgets: what is left of them holds the chunks that are used soonest, so there is no
-split to search for. What was fixed by the caller stays as it is.
+often, and hold more activations), whether blocks are recomputed (which makes room for chunks, and costs a forward),
+whether recomputed blocks run in slices (one pass for the whole step with the activations of a slice), and the size of
+chunks. Each is simulated with all of the budgets: what is left of them holds the chunks that are used soonest, so there
+is no split to search for. What was fixed by the caller stays as it is. To offload activations is tried where nothing
+fits without: it costs links what recomputing costs the device that computes, and most steps wait for links.
 
 Of slices one size is tried for each pass: the fewest sequences with `SLICE_TOKENS`, for which matrix products are large
 enough; more would hold more and fetch no less.
@@ -70,21 +70,22 @@ def candidates(
     activations: Sequence[Activations] | None,
     chunk_bytes: int | None,
     tokens: int = 1,
-    below: bool = False,
+    offloaded: bool = False,
 ) -> Iterator[Settings]:
     """Settings to try, those that compute least first within each micro-batch, the largest micro-batch first.
 
     Args:
-        below: there is a tier that activations can be offloaded to.
+        offloaded: only ways that offload activations, in place of those that don't.
         tokens: of a sequence.
     """
     sizes = [micro_batch] if micro_batch else _sizes(sequences)
     for size in sizes:
         if activations is not None:
             ways = list(activations)
+        elif offloaded:
+            ways = [Activations("offload"), Activations("recompute+offload")]
         else:
             ways = [Activations("keep"), Activations("recompute")]
-            ways += [Activations("offload"), Activations("recompute+offload")] if below else []
             part = next((d for d in range(1, size) if size % d == 0 and d * tokens >= SLICE_TOKENS), None)
             ways += [] if part is None else [Activations("recompute", part)]
         for way in ways:
@@ -102,11 +103,8 @@ _POWERS = frozenset(1 << k for k in range(40))
 
 def dominates(known: Settings, other: Settings) -> bool:
     """Whether settings that fit make others pointless: a larger micro-batch with the same activations kept moves no
-    more bytes and computes no more. In slices a larger one holds hardly more, so that any will do. What can be kept
-    need not be offloaded: the room that makes for chunks is less than what moves for it."""
+    more bytes and computes no more. In slices a larger one holds hardly more, so that any will do."""
     mine, others = known.activations, other.activations
-    if mine.blocks == "keep" and others.blocks == "offload" and known.micro_batch == other.micro_batch:
-        return True
     sliced = mine.microbatch is not None
     return (
         known.chunk_bytes == other.chunk_bytes
