@@ -12,7 +12,17 @@ from exact.families import FAMILIES
 from exact.reference import Loop, in_memory, offloaded
 from exact.shapes import SHAPES, Shape
 
-ALL = pytest.mark.parametrize("shape", SHAPES + FAMILIES, ids=lambda shape: shape.name)
+SOON = ("twice", "attention", "dropout", "gpt2")
+"""Shapes of the default run; the others take minutes together."""
+
+ALL = pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=[] if shape.name in SOON else [pytest.mark.slow])
+        for shape in SHAPES + FAMILIES
+    ],
+    ids=lambda shape: shape.name,
+)
 
 
 def adamw(params: Any) -> outcore.AdamW:

@@ -18,7 +18,7 @@ from faulty import Fault, FaultyFile, Kind, Operation, install
 from outcore.engine import engine_of
 from outcore.errors import OutcoreError
 
-POINTS = 4
+POINTS = 3
 """Operations of a sweep that fail, spread over all of a step."""
 
 CASES: list[tuple[Operation, Kind]] = [

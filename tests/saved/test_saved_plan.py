@@ -30,7 +30,7 @@ def case(name: str, **settings: Any) -> Case:
 
 
 @WAYS
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_on_the_cpu(name: str, way: str, tmp_path: Path) -> None:
     run = case(name, way=way, accumulate=2)
     limits = run.limits(run.subject())
