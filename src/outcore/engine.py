@@ -23,16 +23,18 @@ from outcore.memory.disk import DiskTier
 from outcore.memory.ledger import Ledger, Snapshot
 from outcore.memory.refusal import allocating
 from outcore.model import weights as weights_of
-from outcore.model.activations import treat_blocks
+from outcore.model.activations import treat_blocks, ways_of
 from outcore.model.assembly import Assembly
 from outcore.model.backward import BackwardPass
 from outcore.model.directory import Directory
 from outcore.model.hooks import PointHooks
 from outcore.model.laps import Laps
 from outcore.model.placement import move_buffers, replace_data
-from outcore.model.policies import Activations, Precision
+from outcore.model.policies import Activations, Precision, offloads
 from outcore.model.ranked_sites import choose, refusal
 from outcore.model.residency import Residency
+from outcore.model.saved.seam import NothingSaved, Saved
+from outcore.model.saved.store import SavedTensors
 from outcore.model.shares import Shares, Split, busy_by
 from outcore.model.sites import Site
 from outcore.model.slices.heads import slice_loss
@@ -85,6 +87,7 @@ class Engine:
         self._undo: list[Any] = []
         self.ledger = Ledger(budget={"host": limits.host})
         self.activations = settings.activations
+        self.ways = ways_of(self.points, self.activations)
         self.ranks = site.ranks
         sliced = self.activations.microbatch is not None
         dtype, chunk_bytes = self.precision.dtype, settings.chunk_bytes
@@ -117,10 +120,22 @@ class Engine:
         )
         roomy = 2 * found.total <= limits.host
         self.gauge = site.gauge(self.stage, self.pool, self.ledger, roomy, self._outside)
+        self.saver: SavedTensors | None = None
+        if any(map(offloads, self.ways.values())):
+            carrier = site.carrier(self.pool, self.ledger)
+            self.saver = SavedTensors(carrier, self.pool, self.stage.device, self.units, model.buffers)
+        self.saved: Saved = self.saver or NothingSaved()
         self.residency = Residency(
-            self.stage, self.clock, self.gradients, self.gauge, self.updates, self.ledger, self.ranks
+            self.stage,
+            self.clock,
+            self.gradients,
+            self.gauge,
+            self.updates,
+            self.ledger,
+            self.ranks,
+            self.saved,
         )
-        self.backward = BackwardPass(self.residency, self.stage.gradients_complete, self.stage.backward_over)
+        self.backward = BackwardPass(self.residency, self.stage.gradients_complete, self._backward_over)
         self._resting: dict[int, str] = {}
         budgets = outcome.Limits(limits.device, limits.host, disk_bytes)
         self.prelude = prelude(model, optimizer, self.ranks.size, settings, budgets, found.total)
@@ -147,7 +162,7 @@ class Engine:
         for point in self.points:
             opened = tuple(self.units[i] for i in point.units)
             self._undo.append(PointHooks(point.module, opened, self.residency, self.backward).remove)
-        self._undo += treat_blocks(self.points, self.activations, self._summed)
+        self._treat_blocks()
         self._undo += filter(None, [slice_loss(model, self.activations)])
         device, dtype = self.stage.device, self.precision.dtype
         before = partial(self.prelude.before, self)
@@ -173,8 +188,12 @@ class Engine:
 
     def treat(self, activations: Activations) -> None:
         """Blocks, which kept their activations so far, do this with them from now on."""
-        self.activations = activations
-        self._undo += treat_blocks(self.points, activations, self._summed)
+        self.activations, self.ways = activations, ways_of(self.points, activations)
+        self._treat_blocks()
+
+    def _treat_blocks(self) -> None:
+        rows = self.activations.microbatch
+        self._undo += treat_blocks(self.points, self.ways, rows, self._summed, self.saver)
 
     def expect(self, profile: Profile) -> None:
         """A training lap that nobody measured yet will take so much."""
@@ -197,8 +216,13 @@ class Engine:
 
         return parameter.register_post_accumulate_grad_hook(accumulated)
 
+    def _backward_over(self) -> None:
+        self.saved.sweep()
+        self.stage.backward_over()
+
     @allocating("a gradient")
     def _accumulated(self, number: int, place: int, gradient: torch.Tensor) -> None:
+        self.saved.sweep()  # what the node before this one saw is room for the gradient
         unit = self.units[number]
         binding = unit.bindings[place]
         if binding.store.run.trained:
@@ -302,6 +326,7 @@ class Engine:
         """Wait for updates and copies: afterwards all chunks are as the steps so far leave them."""
         self.updates.finish()
         self.stage.synchronize()
+        self.saved.sweep()
 
     # -- reading and the end ----------------------------------------------------------------------
 
@@ -319,6 +344,7 @@ class Engine:
             self.pipeline.close()
         self.gauge.end()
         self.backward.abandon()
+        self.saved.shut()
         self.stage.shut()
         self.pool.close()
         if self.disk is not None:
@@ -349,8 +375,8 @@ def offload(
             inference.
         budget: bytes per tier. By default what the machine leaves free, and no disk.
         precision: the dtype to compute in; bf16 with fp32 masters by default.
-        activations: whether blocks keep or recompute what backward needs. By default they keep it if the budgets hold
-            that for the first batch, and recompute it otherwise; the result is the same to the bit.
+        activations: whether blocks keep, recompute or offload what backward needs. By default they keep it if the
+            budgets hold that for the first batch, and recompute it otherwise; the result is the same to the bit.
         device: where to compute; by default the accelerator if there is one.
         weights: a directory of safetensors files to load from.
         units: names (or shell patterns) of modules to fetch as a whole, where the default is not right.

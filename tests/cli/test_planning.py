@@ -67,7 +67,7 @@ def test_what_does_not_fit_has_its_own_exit_code() -> None:
         (("--micro-batch", 3), "can't be cut"),
         (("--disk", "1TB", "--disk", "/"), "sizes or directories"),
         (("--optimizer", "newton"), "unknown optimizer"),
-        (("--activations", "forget"), "choose from keep, recompute"),
+        (("--activations", "forget"), "choose from keep, recompute, offload"),
     ],
 )
 def test_bad_settings(arguments: tuple[object, ...], said: str) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import outcore
 from exact.shapes import Batch, Shape, built
-from outcore.model.activations import treat_blocks
+from outcore.model.activations import treat_blocks, ways_of
 from outcore.model.placement import move_buffers, replace_data
 from outcore.model.slices.heads import slice_loss
 from outcore.model.units import discover
@@ -159,7 +159,8 @@ def in_memory(
         sums[p] = gradient if p not in sums else sums[p] + gradient
 
     if activations is not None:
-        list(treat_blocks(discover(model)[1], activations, collect))
+        points = discover(model)[1]
+        list(treat_blocks(points, ways_of(points, activations), activations.microbatch, collect))
         slice_loss(model, activations)
 
     def after_backward() -> None:

@@ -40,6 +40,7 @@ class Case:
         make: the model; called under a fixed seed.
         batch: one micro-batch.
         microbatch: rows of a slice of recomputed blocks.
+        way: what blocks do with their activations, if it is neither to keep nor to recompute them.
         roomy: everything fits on the host. Otherwise a third of the states do, beside what is needed at least.
         device: the name of the device, if it is not the CPU.
     """
@@ -52,6 +53,7 @@ class Case:
     device: str | None = None
     chunk: str = "256KiB"
     microbatch: int | None = None
+    way: Any = None
 
     def model(self) -> nn.Module:
         torch.manual_seed(7)
@@ -59,7 +61,7 @@ class Case:
 
     def subject(self, model: nn.Module | None = None) -> Subject:
         model = self.model() if model is None else model
-        return Subject(model, outcore.AdamW(model.parameters()), self.batch)
+        return Subject(model, outcore.AdamW(model.parameters()), self.batch, on_host=self.device is None)
 
     @property
     def settings(self) -> Settings:
@@ -68,7 +70,7 @@ class Case:
 
     @property
     def activations(self) -> outcore.Activations:
-        return outcore.Activations("recompute" if self.recomputes else "keep", self.microbatch)
+        return outcore.Activations(self.way or ("recompute" if self.recomputes else "keep"), self.microbatch)
 
     def limits(self, subject: Subject) -> Limits:
         low = self.least(subject)

@@ -14,7 +14,7 @@ import outcore
 from exact.families import bert, gpt2, llama, t5, vit
 from outcore.engine import engine_of
 from outcore.errors import ModelError
-from outcore.model.activations import treat_blocks
+from outcore.model.activations import treat_blocks, ways_of
 from outcore.model.slices.block import recompute_in_slices
 from outcore.model.trees import take_apart
 from outcore.model.units import discover
@@ -306,7 +306,8 @@ def test_transformers_agree_with_the_batch_as_one(build: Any) -> None:
     def collect(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         sums[parameter] = gradient
 
-    blocks = list(treat_blocks(discover(model)[1], outcore.Activations("recompute", microbatch=2), collect))
+    points = discover(model)[1]
+    blocks = list(treat_blocks(points, ways_of(points, outcore.Activations("recompute")), 2, collect))
     assert blocks
     found = model(**given).loss
     assert found.item() == pytest.approx(loss.item(), rel=1e-6)

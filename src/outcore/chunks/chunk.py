@@ -15,6 +15,7 @@ class Kind(Enum):
     PARAMETER = "parameters"
     GRADIENT = "gradients"
     STATE = "optimizer states"
+    ACTIVATION = "activations"
 
 
 class Residence(Enum):

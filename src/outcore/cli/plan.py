@@ -26,7 +26,7 @@ def describe(
     searched: Plan | None = None,
 ) -> dict[str, str]:
     """The effective plan of a training run, once the model is offloaded."""
-    blocks = engine_of(built.model).activations.blocks
+    blocks = engine_of(built.model).activations
     per_step = settings.batch_size * settings.seq_len * settings.accumulate
     accumulated = f" x {settings.accumulate} batches" if settings.accumulate > 1 else ""
     clip = f"clipped to norm {settings.clip:g}" if settings.clip > 0 else "not clipped"

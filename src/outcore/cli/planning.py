@@ -52,7 +52,11 @@ def plan(
     ] = "adamw",
     precision: options.Precision = "bf16",
     activations: Annotated[
-        str | None, typer.Option(help="recompute or keep. By default what is faster.")
+        str | None,
+        typer.Option(
+            metavar="WAY[,NAME=WAY]...",
+            help="recompute, keep, offload or recompute+offload, as outcore train takes it. By default what is faster.",
+        ),
     ] = None,
     microbatch: Annotated[
         int | None,
@@ -152,12 +156,13 @@ def _run(
 ) -> None:
     import outcore
     from outcore.cli.recipes import make, recipe
+    from outcore.model.policies import read_activations
     from outcore.report.console import make_console
     from outcore.report.plans import show
 
     found = recipe(optimizer)
     wanted = outcore.Precision(precision)  # type: ignore[arg-type]
-    kept = None if activations is None else outcore.Activations(activations, microbatch)  # type: ignore[arg-type]
+    kept = None if activations is None else read_activations(activations, microbatch)
     built, batch = _shaped(name, batch_size, seq_len)
     made = outcore.plan(
         built.model,
@@ -218,7 +223,8 @@ def _across(
     found = recipe(optimizer)
     wanted = outcore.Precision(precision)  # type: ignore[arg-type]
     built, batch = _shaped(name, batch_size, seq_len)
-    subject = Subject(built.model, make(found, built.model.parameters(), 1e-4), batch, precision=wanted)
+    made = make(found, built.model.parameters(), 1e-4)
+    subject = Subject(built.model, made, batch, precision=wanted, on_host=False)
     ways = spread(subject, cluster, accumulate)
     if as_json:
         typer.echo(json.dumps({"name": name, "ways": [way.as_dict() for way in ways]}, indent=1))

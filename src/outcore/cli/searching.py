@@ -35,15 +35,17 @@ def searched(
     import outcore
     from outcore.memory.budget import DiskPath
     from outcore.memory.device import free_bytes
+    from outcore.model.policies import read_activations
     from outcore.planning.this import this
 
     limits = budget.limits(None if device.type == "cpu" else free_bytes(device))
     places = [DiskPath(disk.path, disk.nbytes) for disk in limits.disk]
     machine = this(places[0].path if places else None)
     machine = machine.sized(disk=sum(disk.nbytes for disk in limits.disk))
-    blocks = [settings.activations] if settings.activations else ["keep", "recompute"]
-    if settings.microbatch is not None:
-        blocks = ["recompute"]
+    if settings.activations or settings.microbatch is not None:
+        ways = [settings.activations or "recompute"]
+    else:
+        ways = ["keep", "recompute"]
     ids = torch.empty((settings.batch_size, settings.seq_len), dtype=torch.long, device="meta")
     return outcore.plan(
         built.model,
@@ -52,7 +54,7 @@ def searched(
         machine=machine,
         budget=outcore.Budget(device=limits.device, host=limits.host, disk=places or None),
         precision=outcore.Precision(settings.precision),  # type: ignore[arg-type]
-        activations=[outcore.Activations(way, settings.microbatch) for way in blocks],  # type: ignore[arg-type]
+        activations=[read_activations(way, settings.microbatch) for way in ways],
         accumulate=settings.accumulate,
         micro_batch=settings.batch_size,
     )

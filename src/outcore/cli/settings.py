@@ -65,7 +65,8 @@ class Settings:
             raise UsageError(f"--split is even or speed, and is {self.split!r}")
         if self.microbatch is not None:
             options.at_least(1, microbatch=self.microbatch)
-            if self.activations not in (None, "recompute"):
+            ways = [part.rpartition("=")[2] for part in (self.activations or "recompute").split(",")]
+            if not all(way.startswith("recompute") for way in ways):
                 raise UsageError(
                     "--microbatch works on recomputed blocks: give --activations recompute, or leave it out"
                 )

@@ -61,8 +61,10 @@ def train(
     activations: Annotated[
         str | None,
         typer.Option(
-            help="recompute each block's activations in the backward pass, or keep them. By default recompute, or "
-            "what --plan auto finds."
+            metavar="WAY[,NAME=WAY]...",
+            help="What blocks do with their activations until the backward pass: recompute, keep, offload (to the next "
+            "tier) or recompute+offload (the inputs of recomputed blocks go there); NAME=WAY for single blocks, such "
+            "as offload,h.0=keep. By default recompute, or what --plan auto finds.",
         ),
     ] = None,
     plan: Annotated[
@@ -203,6 +205,7 @@ def run_rank(settings: Settings, launch: Launch) -> None:
     from outcore.engine import engine_of
     from outcore.integrations.transformers import build
     from outcore.memory.device import find
+    from outcore.model.policies import read_activations
     from outcore.report.console import make_console
     from outcore.report.metrics import check_writable
     from outcore.report.tracer import parse_steps
@@ -215,8 +218,7 @@ def run_rank(settings: Settings, launch: Launch) -> None:
         device=settings.device_memory, host=settings.host_memory, disk=settings.disk or None
     )
     precision = outcore.Precision(settings.precision)  # type: ignore[arg-type]
-    blocks = settings.activations or "recompute"
-    activations = outcore.Activations(blocks, settings.microbatch)  # type: ignore[arg-type]
+    activations = read_activations(settings.activations or "recompute", settings.microbatch)
     found = recipe(settings.optimizer)
     check_writable(settings.log_dir, "log")
     traced = parse_steps(settings.trace_steps, settings.steps)

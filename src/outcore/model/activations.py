@@ -1,9 +1,14 @@
-"""What blocks do with their activations."""
+"""What blocks do with their activations.
+
+[Note: Offloaded inputs]
+Hooks for saved tensors form a stack, and the innermost count. Outside of a checkpoint they see what it saves itself,
+the block's inputs; inside of one they would take what the checkpoint means to drop. So they go around what
+`recompute` put there, and a call within somebody else's hooks is refused.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,39 +16,78 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from outcore.errors import ModelError
-from outcore.model.policies import Activations
+from outcore.model.forwards import around_forward
+from outcore.model.policies import Activations, ActivationsName, fits, offloads, recomputes
+from outcore.model.saved.seam import Saver
 from outcore.model.slices.block import Collect, recompute_in_slices
 from outcore.model.units import Point
 
+Ways = Mapping[str, ActivationsName]
+"""What each block does, by its full name."""
 
-def treat_blocks(
-    points: Iterable[Point], activations: Activations, collect: Collect
-) -> Iterator[Callable[[], None]]:
-    """Let blocks do with their activations as the policy says.
 
-    Args:
-        collect: takes the gradients of parameters that are summed over slices.
-
-    Yields:
-        A function that undoes it, for each block that was changed.
+def ways_of(points: Iterable[Point], activations: Activations) -> dict[str, ActivationsName]:
+    """What each block of a model does.
 
     Raises:
-        ModelError: a block that is to run in slices recomputes itself already.
+        ModelError: a name means no block, or a block that checkpoints itself can't do what it should.
+        UsageError: a function gives no way.
     """
-    if activations.blocks != "recompute":
-        return
+    blocks = {point.name: point.module for point in points if point.block}
+    named = activations.units if isinstance(activations.units, tuple) else ()
+    for pattern, _ in named:
+        if not any(fits(name, pattern) for name in blocks):
+            known = ", ".join([*blocks][:3]) or "none"
+            raise ModelError(f"no block of the model is named {pattern!r}; its blocks are {known}, ...")
+    ways = {name: activations.way(name) for name in blocks}
+    for name, way in ways.items():
+        if recomputes_itself(blocks[name]):
+            _check_own(name, way, activations.microbatch is not None)
+    return ways
+
+
+def _check_own(name: str, way: ActivationsName, sliced: bool) -> None:
+    """Check what a block that checkpoints itself should do."""
+    if offloads(way):
+        raise ModelError(
+            f"the block {name} checkpoints itself, so what it saves can't be offloaded: call "
+            "model.gradient_checkpointing_disable(), or let it recompute"
+        )
+    if sliced and recomputes(way):
+        raise ModelError(
+            f"the block {name} checkpoints itself, so it can't run in slices: call "
+            "model.gradient_checkpointing_disable(), or leave microbatch out"
+        )
+
+
+def treat_blocks(
+    points: Iterable[Point],
+    ways: Ways,
+    microbatch: int | None,
+    collect: Collect,
+    saver: Saver | None = None,
+) -> Iterator[Callable[[], None]]:
+    """Let blocks do with their activations as was chosen.
+
+    Args:
+        ways: from `ways_of`.
+        microbatch: rows of a slice of recomputed blocks.
+        collect: takes the gradients of parameters that are summed over slices.
+        saver: takes what blocks offload; needed where one does.
+
+    Yields:
+        A function that undoes it, for each change; the last one first.
+    """
     for point in points:
-        if not point.block:
-            continue
-        if activations.microbatch is not None:
-            if recomputes_itself(point.module):
-                raise ModelError(
-                    f"the block {point.name} checkpoints itself, so it can't run in slices: call "
-                    "model.gradient_checkpointing_disable(), or leave microbatch out"
-                )
-            yield recompute_in_slices(point.module, point.name, activations.microbatch, collect)
-        elif not recomputes_itself(point.module):
+        way = ways.get(point.name, "keep") if point.block else "keep"
+        if recomputes(way) and microbatch is not None:
+            yield recompute_in_slices(point.module, point.name, microbatch, collect)
+        elif recomputes(way) and not recomputes_itself(point.module):
             yield recompute(point.module)
+        if offloads(way):
+            assert saver is not None
+            own = max(point.units)  # those before it are shared with others, and may be open already
+            yield offload(point.module, point.name, own, saver)
 
 
 def recompute(module: nn.Module) -> Callable[[], None]:
@@ -55,23 +99,37 @@ def recompute(module: nn.Module) -> Callable[[], None]:
     Returns:
         A function that undoes it.
     """
-    original = module.forward
 
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return original(*args, **kwargs)
-        return checkpoint(original, *args, use_reentrant=False, **kwargs)
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            return checkpoint(original, *args, use_reentrant=False, **kwargs)
 
-    module.forward = forward
+        return forward
 
-    def undo() -> None:
-        if module.__dict__.get("forward") is forward:
-            del module.__dict__["forward"]
-            if getattr(module.forward, "__func__", None) is not getattr(original, "__func__", None):
-                module.forward = original
+    return around_forward(module, make)
 
-    return undo
+
+def offload(module: nn.Module, name: str, unit: int, saver: Saver) -> Callable[[], None]:
+    """Let a block hand over what autograd saves in its forward.
+
+    See [Note: Offloaded inputs].
+
+    Returns:
+        A function that undoes it.
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            with saver.call(unit, name):
+                return original(*args, **kwargs)
+
+        return forward
+
+    return around_forward(module, make)
 
 
 def recomputes_itself(block: nn.Module) -> bool:

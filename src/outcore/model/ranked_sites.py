@@ -13,6 +13,7 @@ import torch
 from outcore.chunks.layout import Run
 from outcore.chunks.pool import Pool
 from outcore.chunks.store import Reserve, RunStore, Span, gradient_store
+from outcore.errors import UsageError
 from outcore.memory.budget import Budget, Limits
 from outcore.memory.device import Streams, free_bytes
 from outcore.memory.host import reserve
@@ -22,6 +23,7 @@ from outcore.model.gathering import Gathering
 from outcore.model.host_frames import HostFrames, frame_bytes
 from outcore.model.ranked_device_stage import Descending, RankedDeviceStage
 from outcore.model.ranked_stage import RankedStage, ShardedStage
+from outcore.model.saved.carriers import Carrier
 from outcore.model.sites import DeviceSite, HostSite, Site
 from outcore.model.stage import Stage
 from outcore.model.summing import Arrivals, Here, Summing
@@ -79,6 +81,9 @@ class Joined:
 
     def source(self, source: Source) -> Source:
         return Compared(source, self._world)
+
+    def carrier(self, pool: Pool, ledger: Ledger) -> Carrier:
+        raise UsageError("several ranks can't offload activations yet: let blocks keep or recompute them")
 
     # -- parts of a stage ---------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 
 from outcore.memory.ledger import Ledger
 from outcore.memory.refusal import allocating
+from outcore.model.saved.seam import Saved
 from outcore.model.stage import Stage
 from outcore.model.unit import Unit
 from outcore.optim.gradients import Gradients
@@ -33,6 +34,7 @@ class Residency:
         updates: Updates,
         ledger: Ledger,
         ranks: Ranks,
+        saved: Saved,
     ) -> None:
         self._stage = stage
         self._gradients = gradients
@@ -41,6 +43,7 @@ class Residency:
         self._updates = updates
         self._ledger = ledger
         self._ranks = ranks
+        self._saved = saved
         self._uses: dict[Unit, AbstractContextManager[None]] = {}
         self._views: dict[Unit, Sequence[torch.Tensor]] = {}
 
@@ -63,12 +66,15 @@ class Residency:
 
     def _open(self, unit: Unit, phase: Phase) -> None:
         needs = unit.parameter_chunks
+        self._saved.sweep()
         if phase == "backward":
-            needs += self._gradients.expected(unit.stores)
+            needs += self._saved.expected(unit) + self._gradients.expected(unit.stores)
         self._gauge.window((phase, unit.index))
         self._updates.settle(unit.stores)
         self._clock.tick((phase, unit.index), needs)
         self._stage.open(unit)
+        if phase == "backward":
+            self._saved.opened(unit)
         if unit not in self._views:
             self._views[unit] = self._stage.views(unit)
         for binding, tensor in zip(unit.bindings, self._views[unit], strict=True):

@@ -15,6 +15,7 @@ import torch
 from outcore.chunks.layout import Run
 from outcore.chunks.pool import Pool
 from outcore.chunks.store import Reserve, RunStore, Span, span_bytes
+from outcore.errors import UsageError
 from outcore.memory.budget import Limits
 from outcore.memory.device import Streams
 from outcore.memory.frames import Frames
@@ -24,6 +25,8 @@ from outcore.memory.ledger import Ledger
 from outcore.memory.pinned import PinnedMemory
 from outcore.model.descent import Descent
 from outcore.model.device_stage import DeviceStage
+from outcore.model.saved.carriers import Carrier, HostCarrier
+from outcore.model.saved.device_carrier import DeviceCarrier
 from outcore.model.stage import HostStage, Stage
 from outcore.model.supply import Chunks
 from outcore.model.unit import Extra, Unit
@@ -74,6 +77,13 @@ class Site(Protocol):
         updates: Updates,
     ) -> Stage:
         """The stage."""
+
+    def carrier(self, pool: Pool, ledger: Ledger) -> Carrier:
+        """What takes saved tensors to the next tier, once there is a stage.
+
+        Raises:
+            UsageError: there is no such tier, or not for several ranks.
+        """
 
     def gauge(self, stage: Stage, pool: Pool, ledger: Ledger, roomy: bool, outside: Outside) -> Gauge:
         """What keeps room for activations."""
@@ -132,6 +142,14 @@ class HostSite(Lone):
     ) -> Stage:
         return HostStage(pool, self._spans, gradients)
 
+    def carrier(self, pool: Pool, ledger: Ledger) -> Carrier:
+        if not self._limits.disk:
+            raise UsageError(
+                "where the CPU computes, activations are offloaded to a disk: name one, Budget(disk=DIR), or let "
+                "blocks keep or recompute them"
+            )
+        return HostCarrier(pool, self._frames)
+
     def gauge(self, stage: Stage, pool: Pool, ledger: Ledger, roomy: bool, outside: Outside) -> Gauge:
         settled = _nothing if roomy else give_back
         tell = partial(self.ranks.tell, "the activations of a pass")
@@ -150,6 +168,7 @@ class DeviceSite(Lone):
         self._budget = limits.device
         self._prefetch = prefetch
         self._pinned = PinnedMemory(limits.host)
+        self._streams: Streams | None = None
 
     def span(self, run: Run) -> Span:
         return lambda offset, nbytes: self._pinned.region(nbytes)
@@ -170,12 +189,16 @@ class DeviceSite(Lone):
         updates: Updates,
     ) -> Stage:
         ledger.budget["device"] = self._budget
-        streams = Streams(self.device)
+        streams = self._streams = Streams(self.device)
         descent = Descent(self.device, streams, gradients, pool, self._pinned, ledger)
         supply = Chunks(pool, updates)
         return DeviceStage(
             self.device, units, pool, supply, descent, streams, clock, ledger, self._budget, self._prefetch
         )
+
+    def carrier(self, pool: Pool, ledger: Ledger) -> Carrier:
+        assert self._streams is not None, "the stage comes first"
+        return DeviceCarrier(self.device, pool, self._pinned, self._streams, ledger)
 
     def gauge(self, stage: Stage, pool: Pool, ledger: Ledger, roomy: bool, outside: Outside) -> Gauge:
         assert isinstance(stage, DeviceStage)

@@ -253,6 +253,11 @@ class Cache:
             self._try_room(0, -1, self._budget - self.reserved)
         self._pump(self.now)
 
+    def clear_ahead(self, nbytes: int, beyond: int) -> None:
+        """Begin to make room for what comes soon, of what is used later."""
+        if self.holding:
+            self._try_room(nbytes, self.position + beyond, self._budget - self.ahead)
+
     def discard(self, piece: Piece) -> None:
         """Forget its bytes, on host and disk."""
         while piece.residence in (Residence.READING, Residence.WRITING):

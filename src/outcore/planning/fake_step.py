@@ -24,13 +24,14 @@ from torch.utils._pytree import tree_map
 
 from outcore.errors import ModelError, OutcoreError
 from outcore.memory.ledger import Ledger
-from outcore.model.activations import treat_blocks
+from outcore.model.activations import treat_blocks, ways_of
 from outcore.model.backward import BackwardPass
 from outcore.model.hooks import PointHooks
 from outcore.model.laps import Laps
 from outcore.model.placement import wants_fp32
-from outcore.model.policies import Activations
+from outcore.model.policies import Activations, offloads
 from outcore.model.residency import Residency
+from outcore.model.saved.seam import NothingSaved, Saved
 from outcore.model.slices.heads import slice_loss
 from outcore.model.trees import tensors_of
 from outcore.model.unit import Unit
@@ -39,6 +40,7 @@ from outcore.optim.updates import NoUpdates
 from outcore.parallel.ranks import Alone
 from outcore.planning.recorder import WITHIN, Recorder, Span
 from outcore.planning.tape import Recording, Stretched
+from outcore.planning.traced_saver import TracedSaver
 from outcore.planning.work import Work
 from outcore.trace.profile import Profile
 
@@ -88,6 +90,7 @@ def trace_step(
     loss: Callable[[Any], torch.Tensor],
     dtype: torch.dtype,
     activations: Activations,
+    on_host: bool,
     taped: bool = False,
 ) -> Trace:
     """Trace one forward and backward.
@@ -99,6 +102,7 @@ def trace_step(
         loss: from the model's output, a scalar.
         dtype: what the model computes in.
         activations: what blocks do with theirs, and in which slices blocks and loss run.
+        on_host: whether the host computes: what blocks offload is seen there where it lies.
         taped: keep what it takes to run the spans (see `outcore.planning.tape`).
 
     Raises:
@@ -109,7 +113,7 @@ def trace_step(
         units, points = lay(model)
         recorder = Recorder(Recording() if taped else None)
         tokens = 0
-        undo = _hang(model, units, points, recorder, dtype, activations)
+        undo = _hang(model, units, points, recorder, dtype, activations, on_host)
         try:
             with mode, _unrecognised():
                 inputs = tree_map(_fake_input, dict(batch))
@@ -152,8 +156,9 @@ def stretched(short: Trace, long: Trace, times: float) -> Trace:
         )
         parts = tuple(map(further, a.parts, b.parts))
         peak, live = further(a.peak, b.peak), further(a.live, b.live)
-        work = Work(flops, nbytes, operators, attention, operands)
-        spans.append(Span(b.event, peak, live, parts, work, Stretched(a.tape, b.tape, times)))
+        stored = [(unit, further(x, y)) for (unit, x), (_, y) in zip(a.stored, b.stored, strict=True)]
+        work, tape = Work(flops, nbytes, operators, attention, operands), Stretched(a.tape, b.tape, times)
+        spans.append(Span(b.event, peak, live, parts, work, stored, further(a.shown, b.shown), tape))
     growth = max(span.peak for span in spans) * long.growth // max(1, long.peak)
     return Trace(spans, growth, further(short.tokens, long.tokens), long.wide)
 
@@ -217,12 +222,16 @@ def _hang(
     recorder: Recorder,
     dtype: torch.dtype,
     activations: Activations,
+    on_host: bool,
 ) -> list[Callable[[], object]]:
     """The hooks of `outcore.engine`, told to a recorder."""
     here: Any = _Here()
     clock: Any = recorder
     updates = NoUpdates()
-    residency = Residency(here, clock, here, cast(Any, recorder), updates, Ledger(), Alone())
+    ways = ways_of(points, activations)
+    saver = TracedSaver(recorder, model, on_host) if any(map(offloads, ways.values())) else None
+    saved: Saved = saver or NothingSaved()
+    residency = Residency(here, clock, here, cast(Any, recorder), updates, Ledger(), Alone(), saved)
     backward = BackwardPass(residency, recorder.complete)
     blocks = [i for p in points if p.block for i in p.units]
     recorder.last_block = max(blocks, default=-1)
@@ -243,7 +252,7 @@ def _hang(
     for point in points:
         opened = tuple(units[i] for i in point.units)
         undo.append(PointHooks(point.module, opened, residency, backward).remove)
-    undo += treat_blocks(points, activations, collect)
+    undo += treat_blocks(points, ways, activations.microbatch, collect, saver)
     with warnings.catch_warnings():  # of what a run will warn of itself
         warnings.simplefilter("ignore")
         undo += filter(None, [slice_loss(model, activations)])

@@ -7,30 +7,33 @@ from collections.abc import Sequence
 from outcore.planning.fake_step import Trace
 from outcore.planning.pieces import StorePieces
 from outcore.planning.route import Tick
+from outcore.planning.saved import SavedPieces
 
 Stores = Sequence[Sequence[StorePieces]]
 """Units, and the runs of each."""
 
 
-def laps(trace: Trace, stores: Stores, accumulate: int, wide: bool) -> list[list[Tick]]:
+def laps(trace: Trace, stores: Stores, saved: SavedPieces, accumulate: int, wide: bool) -> list[list[Tick]]:
     """The laps of a step: a forward with its backward, so many times; the first with the updates of the step before.
 
     Args:
+        saved: what blocks offload.
         accumulate: forwards and backwards of a step.
         wide: the laps after the first are believed to find gradients already summed (see `outcore.planning.route`).
     """
-    later = [_lap(trace, stores, wide)] * (accumulate - 1)
-    return [_with_updates(_lap(trace, stores, False), stores, accumulate > 1), *later]
+    later = [_lap(trace, stores, saved, wide)] * (accumulate - 1)
+    return [_with_updates(_lap(trace, stores, saved, False), stores, accumulate > 1), *later]
 
 
-def _lap(trace: Trace, stores: Stores, wide: bool) -> list[Tick]:
+def _lap(trace: Trace, stores: Stores, saved: SavedPieces, wide: bool) -> list[Tick]:
     lap: list[Tick] = []
-    for span in trace.spans:
+    for number, span in enumerate(trace.spans):
         phase, unit = span.event
         if phase not in ("forward", "backward"):
             continue
         needs = [p for s in stores[unit] for p in s.parameters]
         if phase == "backward":
+            needs += saved.read.get(number, [])
             needs += [p for s in stores[unit] for p in (s.totals if wide else s.gradients)]
         lap.append((span.event, tuple(needs)))
     return lap

@@ -61,16 +61,23 @@ def least(
         pinned = sum(opened.values())
         if opened and trace_is_backward(phase):
             pinned += max(gradient[i] for i in opened)
+        pinned += max([nbytes for _, nbytes in span.stored], default=0) if on_host else 0
         if phase in WITHIN:
             pinned = max(pinned, sum(opened.values()) + gradient[index])
         reserved = max(reserved, span.peak)  # what the first lap set aside stays so until its end
-        computing = max(computing, reserved + pinned + occupied)
+        computing = max(computing, reserved + pinned + span.shown + occupied)
         if phase == "closed":
             opened.pop(index, None)
     whole = max(found.total, _whole(units, trace, occupied, on_host, accumulate))
     if on_host:
         return Least(None, max(found.working, computing), whole)
-    return Least(max(computing, found.device), found.working, whole)
+    return Least(max(computing, found.device), max(found.working, _leaving(trace)), whole)
+
+
+def _leaving(trace: Trace) -> int:
+    """Bytes of page-locked chunks that two blocks' activations go down to, one after the other."""
+    groups = [sum(nbytes for _, nbytes in span.stored) for span in trace.spans if span.stored]
+    return max((a + b for a, b in zip([0, *groups], groups, strict=False)), default=0)
 
 
 def trace_is_backward(phase: str) -> bool:
@@ -84,7 +91,8 @@ def _whole(units: Sequence[Unit], trace: Trace, occupied: int, on_host: bool, ac
     While the first lap is measured, what was set aside for it stays so until the step: the last gradients come beside
     the highest peak. Later ones set aside what each moment needs, beside the sums of the micro-batches before.
     """
-    lasting = sum(_sum(s.parameters + s.states) for unit in units for s in unit.stores)
+    saved = sum(nbytes for span in trace.spans for _, nbytes in span.stored)
+    lasting = saved + sum(_sum(s.parameters + s.states) for unit in units for s in unit.stores)
     first = sum(
         _sum(s.totals if unit.index in trace.wide else s.gradients) for unit in units for s in unit.stores
     )

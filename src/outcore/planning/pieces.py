@@ -45,6 +45,11 @@ class Pieces:
         first, self._count = self._count, self._count + len(chunks)
         return [Piece(chunk.nbytes, first + k) for k, chunk in enumerate(chunks)]
 
+    def saved(self, nbytes: int) -> Piece:
+        """A piece for activations that are offloaded."""
+        self._count += 1
+        return Piece(nbytes, self._count - 1)
+
     def of(self, store: RunStore, wide: bool) -> StorePieces:
         """A run's pieces.
 

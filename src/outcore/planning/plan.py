@@ -29,7 +29,7 @@ class Plan:
     Attributes:
         budget: bytes per tier.
         precision: what to compute in.
-        activations: whether blocks are recomputed, and in which slices.
+        activations: what blocks do with theirs, and in which slices.
         chunk_bytes: the most bytes of parameters that move as one piece.
         micro_batch: sequences of one forward and backward.
         accumulate: forwards and backwards of a step.
@@ -114,7 +114,7 @@ class Plan:
             "settings": {
                 "budget": limits,
                 "precision": self.precision.compute,
-                "activations": self.activations.blocks,
+                "activations": str(self.activations),
                 "microbatch": self.activations.microbatch,
                 "loss_slice": self.activations.loss_slice,
                 "chunk_bytes": self.chunk_bytes,

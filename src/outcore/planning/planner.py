@@ -85,7 +85,8 @@ def plan(
     if accumulate < 1 or ranks < 1:
         raise UsageError(f"accumulate and ranks must be at least 1, and are {accumulate} and {ranks}")
     where = machine_of(machine)
-    subject = Subject(model, optimizer or AdamW(model.parameters()), batch, loss, precision, units)
+    on_host = where.device is None
+    subject = Subject(model, optimizer or AdamW(model.parameters()), batch, loss, precision, units, on_host)
     planner = Planner(subject, where, limits_of(where, budget))
     sequences = subject.batch_size * accumulate
     if micro_batch is not None and (micro_batch < 1 or sequences % micro_batch):
@@ -214,13 +215,15 @@ class Planner:
             BudgetError: none fits.
         """
         found: list[_Fit] = []
-        tokens = self._subject.tokens
-        for settings in candidates(sequences, accumulate, micro_batch, activations, chunk_bytes, tokens):
-            if any(dominates(fit.settings, settings) for fit in found):
-                continue
-            outcome = self.fits(settings)
-            if outcome is not None:
-                found.append(_Fit(settings, outcome))
+        below = not self._on_host or self._limits.disk > 0
+        for offloaded in (False, True) if below and activations is None else (False,):
+            asks = (sequences, accumulate, micro_batch, activations, chunk_bytes, self._subject.tokens)
+            for settings in candidates(*asks, offloaded) if not found else ():
+                if any(dominates(fit.settings, settings) for fit in found):
+                    continue
+                outcome = self.fits(settings)
+                if outcome is not None:
+                    found.append(_Fit(settings, outcome))
         if (
             found and chunk_bytes is None
         ):  # the size of chunks matters least: it is tried on the best of the rest

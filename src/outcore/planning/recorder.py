@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -46,6 +47,8 @@ class Span:
         live: bytes alive at its end.
         parts: the peak, by `CATEGORIES`.
         work: what is computed in it.
+        stored: what blocks offload in it: the number of the unit that asks for it in backward, and bytes.
+        shown: the most bytes of that which backward sees at one time, where they are pinned for it.
         tape: the same, to be run; empty unless it was recorded.
     """
 
@@ -54,6 +57,8 @@ class Span:
     live: int = 0
     parts: tuple[int, ...] = (0,) * len(CATEGORIES)
     work: Work = field(default_factory=Work.none)
+    stored: list[tuple[int, int]] = field(default_factory=list)
+    shown: int = 0
     tape: Timed = field(default_factory=Tape, repr=False, compare=False)
 
 
@@ -83,6 +88,8 @@ class Recorder(TorchDispatchMode):
         self._experts = 1
         self._holding: set[int] = set()
         self._arriving: set[Unit] = set()
+        self._counts = True
+        self._shown = 0
 
     # -- what the hooks tell ----------------------------------------------------------------------
 
@@ -109,7 +116,8 @@ class Recorder(TorchDispatchMode):
         self.spans[-1].live = self._live
         if event[0] != "end":
             self._tape = Tape()
-            self.spans.append(Span(event, self._live, self._live, tuple(self._parts), tape=self._tape))
+            shares = tuple(self._parts)
+            self.spans.append(Span(event, self._live, self._live, shares, shown=self._shown, tape=self._tape))
 
     def gradient(self, unit: Unit, gradient: torch.Tensor, wide: bool) -> None:
         """A storage turned out to be a parameter's gradient.
@@ -128,6 +136,24 @@ class Recorder(TorchDispatchMode):
             self._parts[category] -= nbytes
             entry[1] = CATEGORIES.index("gradients")
             self._parts[entry[1]] += nbytes
+
+    def stored(self, unit: int, nbytes: int) -> None:
+        """A block offloads so many bytes."""
+        self.spans[-1].stored.append((unit, nbytes))
+
+    def show(self, nbytes: int) -> None:
+        """Backward sees so many more bytes of chunks, or so many less."""
+        self._shown += nbytes
+        self.spans[-1].shown = max(self.spans[-1].shown, self._shown)
+
+    @contextmanager
+    def counting(self, on: bool) -> Iterator[None]:
+        """Whether what appears inside is counted."""
+        before, self._counts = self._counts, on
+        try:
+            yield
+        finally:
+            self._counts = before
 
     def begin(self, key: Hashable, size: int) -> None:
         """A gauge's lap; nothing to do."""
@@ -155,7 +181,7 @@ class Recorder(TorchDispatchMode):
             for leaf in tree_leaves((args, kwargs))
             if isinstance(leaf, torch.Tensor)
         }
-        for leaf in tree_leaves(result):
+        for leaf in tree_leaves(result) if self._counts else ():
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
                 if storage._cdata not in incoming and storage._cdata not in self._charged:

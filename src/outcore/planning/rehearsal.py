@@ -88,6 +88,12 @@ class Rehearsal:
         if asked.blocks == "keep" and self._fits(rows, Activations("recompute"), limits):
             yield "recompute activations"
             return
+        below = limits.disk > 0 or not self._asked.on_host
+        if below and asked.blocks in ("keep", "recompute"):
+            way: Any = "offload" if asked.blocks == "keep" else "recompute+offload"
+            if self._fits(rows, replace(asked, blocks=way), limits):
+                yield f"offload activations ({way})"
+                return
         size = asked.microbatch or rows
         while size > 1:
             size = max(d for d in range(1, size) if rows % d == 0)
@@ -187,7 +193,7 @@ def rehearse(
     trains = (
         optimizer if isinstance(optimizer, Trains) else _Ruled(optimizer or AdamRule(decoupled=True), model)
     )
-    subject = Subject(model, trains, batch, loss, precision, units)
+    subject = Subject(model, trains, batch, loss, precision, units, on_host)
     asked = _Asked(activations or Activations(), parse_size(chunk_size), on_host, accumulate)
     low = asked.least(subject, subject.batch_size)
     laid, points = subject.layout(asked.chunk_bytes)

@@ -89,7 +89,7 @@ class Spread:
             "fits": self.fits,
             "micro_batch": self.settings.micro_batch,
             "accumulate": self.settings.accumulate,
-            "activations": self.settings.activations.blocks,
+            "activations": str(self.settings.activations),
             "microbatch": self.settings.activations.microbatch,
             "seconds": self.seconds,
             "compute_seconds": self.compute,

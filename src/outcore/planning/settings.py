@@ -5,7 +5,8 @@ Settings that change a step's time are few: the micro-batch (a step's sequences 
 often, and hold more activations), whether blocks are recomputed (which makes room for chunks, and costs a forward),
 whether recomputed blocks run in slices (one pass for the whole step with the activations of a slice), and the size of
 chunks. Each is simulated with all of the budgets: what is left of them holds the chunks that are used soonest, so there
-is no split to search for. What was fixed by the caller stays as it is.
+is no split to search for. What was fixed by the caller stays as it is. To offload activations is tried where nothing
+fits without: it costs links what recomputing costs the device that computes, and most steps wait for links.
 
 Of slices one size is tried for each pass: the fewest sequences with `SLICE_TOKENS`, for which matrix products are large
 enough; more would hold more and fetch no less.
@@ -48,10 +49,18 @@ class Settings:
 
 def said(activations: Activations) -> str:
     """A policy in words."""
-    if activations.blocks == "keep":
-        return "kept"
-    part = activations.microbatch
-    return "recomputed" if part is None else f"recomputed in slices of {part}"
+    found = _SAID[activations.blocks]
+    if activations.microbatch is not None:
+        found += f" in slices of {activations.microbatch}"
+    return f"{found}, single blocks otherwise" if activations.units else found
+
+
+_SAID = {
+    "keep": "kept",
+    "recompute": "recomputed",
+    "offload": "offloaded",
+    "recompute+offload": "recomputed from offloaded inputs",
+}
 
 
 def candidates(
@@ -61,16 +70,20 @@ def candidates(
     activations: Sequence[Activations] | None,
     chunk_bytes: int | None,
     tokens: int = 1,
+    offloaded: bool = False,
 ) -> Iterator[Settings]:
     """Settings to try, those that compute least first within each micro-batch, the largest micro-batch first.
 
     Args:
+        offloaded: only ways that offload activations, in place of those that don't.
         tokens: of a sequence.
     """
     sizes = [micro_batch] if micro_batch else _sizes(sequences)
     for size in sizes:
         if activations is not None:
             ways = list(activations)
+        elif offloaded:
+            ways = [Activations("offload"), Activations("recompute+offload")]
         else:
             ways = [Activations("keep"), Activations("recompute")]
             part = next((d for d in range(1, size) if size % d == 0 and d * tokens >= SLICE_TOKENS), None)

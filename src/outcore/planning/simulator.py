@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from outcore.model.saved.store import SOON
 from outcore.model.unit import Unit
 from outcore.planning.cache import Cache
 from outcore.planning.fake_step import Trace
@@ -36,6 +37,7 @@ from outcore.planning.outcome import Limits, Outcome
 from outcore.planning.pieces import Pieces, StorePieces
 from outcore.planning.recorder import WITHIN
 from outcore.planning.route import Route
+from outcore.planning.saved import SavedPieces
 from outcore.planning.timing import Timing
 from outcore.planning.updates import Job, Updater
 
@@ -76,15 +78,16 @@ class Simulation:
         self._accumulate = accumulate
         pieces = Pieces()
         self._stores = [[pieces.of(s, unit.index in trace.wide) for s in unit.stores] for unit in units]
+        self._saved = SavedPieces.of(trace.spans, pieces)
         self._profile = trace.profile()
         on_host = limits.device is None
         self._roomy = 2 * found.total <= limits.host and on_host
         self._seconds = [timing.seconds(span) for span in trace.spans]
         self._narrow = self._wide = self._route = Route(
-            laps(trace, self._stores, accumulate, False), len(pieces)
+            laps(trace, self._stores, self._saved, accumulate, False), len(pieces)
         )
         if accumulate > 1:
-            self._wide = Route(laps(trace, self._stores, accumulate, True), len(pieces))
+            self._wide = Route(laps(trace, self._stores, self._saved, accumulate, True), len(pieces))
             self._wide.adopt(self._narrow)
         self._cache = Cache(
             limits.host,
@@ -252,7 +255,7 @@ class Simulation:
             holder.holding = False
         ticks, start = self._narrow.ticks, position - position % len(self._narrow)
         window = -1
-        for span, seconds in zip(self._trace.spans, self._seconds, strict=True):
+        for number, (span, seconds) in enumerate(zip(self._trace.spans, self._seconds, strict=True)):
             phase, unit = span.event
             if phase not in WITHIN:
                 window += 1
@@ -270,19 +273,42 @@ class Simulation:
                     cache.bring(self._parameters(unit))
                 else:
                     frames.open(unit)
+                self._recall(number)
             elif phase == "closed":
                 if frames is None:
                     cache.release(self._parameters(unit))
                 else:
                     frames.close(unit)
+                for piece in self._saved.dropped.get(number, ()):
+                    cache.discard(piece)
             elif phase == "arrives":
                 self._gather(unit, turn)
             elif phase == "gradient":
                 self._gradients(unit, turn)
             self._spend(seconds)
+            self._offload(number)
         holder.reserve(0, 0)
         holder.holding = True
         return position
+
+    def _offload(self, number: int) -> None:
+        """Store what blocks offload in a span, and begin to make room for as much."""
+        stored = self._saved.stored.get(number, [])
+        for piece in stored:
+            self._cache.bring((piece,), fresh=True)
+            if self._frames is not None:
+                self._frames.link_out.send(piece.nbytes, self._cache.now)
+            self._cache.release((piece,))
+        if stored:
+            self._cache.clear_ahead(sum(piece.nbytes for piece in stored), SOON)
+
+    def _recall(self, number: int) -> None:
+        """Bring what the backward that begins with a span reads. On a device it was lifted with the backward before."""
+        for piece in self._saved.read.get(number, ()):
+            self._cache.bring((piece,))
+            if self._frames is not None and piece not in self._saved.here:
+                self._frames.link_in.send(piece.nbytes, self._cache.now)
+            self._cache.release((piece,))
 
     def _measured(self, live: int, holder: Cache | Frames) -> int:
         """What the gauge sets aside while it measures: half of the largest allocation more, if there is room."""

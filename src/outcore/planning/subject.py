@@ -82,6 +82,7 @@ class Subject:
         loss: from the model's output to a scalar; by default its ``loss``, or the mean of its first tensor.
         precision: what to compute in.
         patterns: names of units, as `outcore.offload` takes them.
+        on_host: whether the host computes; what activations that are offloaded leave where depends on it.
 
     Attributes:
         taped: whether traces keep what it takes to run them.
@@ -99,6 +100,7 @@ class Subject:
         loss: Loss | None = None,
         precision: Precision | None = None,
         patterns: Sequence[str] | None = None,
+        on_host: bool = True,
     ) -> None:
         self.model = model
         self.rule = optimizer.rule
@@ -106,6 +108,7 @@ class Subject:
         self.patterns = None if patterns is None else tuple(patterns)
         self.taped = False
         self._batch = batch
+        self._on_host = on_host
         self._loss = loss or usual_loss
         self._traces: dict[tuple[int, Activations], Trace] = {}
         self._layouts: dict[int, tuple[list[Unit], list[Point]]] = {}
@@ -204,6 +207,7 @@ class Subject:
             self._loss,
             self.precision.dtype,
             activations,
+            self._on_host,
             self.taped,
         )
 

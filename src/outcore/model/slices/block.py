@@ -23,7 +23,6 @@ computing when no gradient is needed, and the slices of forward and backward mus
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from outcore.errors import ModelError
+from outcore.model.forwards import around_forward
 from outcore.model.graph import next_sequence_number, reaches_beyond
 from outcore.model.slices.cut import Arguments, arguments_of, has_cache
 from outcore.model.slices.probe import (
@@ -67,21 +67,7 @@ def recompute_in_slices(
     original = module.forward
     sliced = _SlicedBlock(module, original, name, rows, collect)
 
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return sliced(args, kwargs)
-
-    had = "forward" in module.__dict__
-    module.forward = forward
-
-    def undo() -> None:
-        if module.__dict__.get("forward") is forward:
-            if had:
-                module.forward = original
-            else:
-                del module.__dict__["forward"]
-
-    return undo
+    return around_forward(module, lambda _: lambda *args, **kwargs: sliced(args, kwargs))
 
 
 class _SlicedBlock:

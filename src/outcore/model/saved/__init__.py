@@ -1,0 +1,1 @@
+"""What autograd saves for backward, on its way to another tier and back."""
