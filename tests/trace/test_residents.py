@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,7 +36,8 @@ def test_every_unit_lacks_the_same_share() -> None:
 def test_what_chunks_leave_over_is_spread_evenly() -> None:
     lap = scan([5] * 12)
     lacking = missing(lap, residents(lap, 38 * PAGE))
-    assert set(lacking) == {2, 3} and sum(lacking) == 28  # 60 - 38 + 6 that pass
+    assert set(lacking) == {2, 3}
+    assert sum(lacking) == 28  # 60 - 38 + 6 that pass
     assert all(set(lacking[k : k + 3]) == {2, 3} for k in range(10))
 
 
@@ -56,7 +59,7 @@ def test_two_ticks_in_a_row_always_fit_beside_what_is_kept(sizes: list[int], tie
     if not kept:
         return
     ticks = [*lap.ticks, lap.ticks[0]]
-    for one, other in zip(ticks, ticks[1:], strict=False):
+    for one, other in pairwise(ticks):
         assert len(kept | set(one.needs) | set(other.needs)) <= room
 
 
