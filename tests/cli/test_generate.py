@@ -65,6 +65,8 @@ def test_the_same_text_as_plain_generate(directory: Path, memory: tuple[str, ...
     assert result.exit_code == 0, result.output
     assert result.stdout == plain(directory, 12) + "\n"
     assert "parameters in" in result.stderr
+    assert "placement: host parameters" in " ".join(result.stderr.split())
+    assert "to update; " in " ".join(result.stderr.split())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -94,6 +94,7 @@ def _run(
     from outcore.cli.plan import model_line, tiers
     from outcore.integrations.transformers import build
     from outcore.report.console import make_console, show_plan
+    from outcore.report.placement import SETTLED, placement, since
 
     built = build(name, training=False)
     if built.weights is None:
@@ -110,16 +111,21 @@ def _run(
             f"positions of {name}: shorten one of them"
         )
     with outcore.Interrupts(grace=None, ending="this pass") as interrupts:
+        console, passes = make_console(stderr=True), []
 
         def stop(tokens: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
             interrupts.check()
+            if len(passes) < SETTLED:
+                passes.append(outcore.snapshot(built.model))
+                if len(passes) == SETTLED:
+                    console.print(placement(passes[-1], since(passes[-2], passes[-1]), "pass"))
             return torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
 
         outcore.offload(built.model, budget=budget, precision=precision, device=device, weights=built.weights)
         try:
             interrupts.check()
             lines = {"model": model_line(built, seed), **tiers(built, [str(d.path) for d in budget.disks()])}
-            show_plan(make_console(stderr=True), lines)
+            show_plan(console, lines)
             torch.manual_seed(seed)
             out = built.model.generate(ids, attention_mask=mask, stopping_criteria=[stop], **how)
         finally:

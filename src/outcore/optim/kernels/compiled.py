@@ -156,6 +156,17 @@ def _store_to(param: Any, extra: Any, i: Any, master: Any, second: Any) -> Any:
     return split
 
 
+def _part(extra: Array, start: int, stop: int) -> Any:
+    """A slice of ``extra``, if there is one."""
+
+
+@_by_type(_part)
+def _part_of(extra: Any, start: Any, stop: Any) -> Any:
+    if isinstance(extra, types.NoneType):
+        return lambda extra, start, stop: None
+    return lambda extra, start, stop: extra[start:stop]
+
+
 @_jit
 def _gradient(value: Scalar, before: Scalar, clamp: Scalar, after: Scalar) -> Scalar:
     """A gradient scaled, clamped and scaled again; a NaN stays one."""
@@ -223,10 +234,10 @@ def adamw_bf16(
 
 @_jit
 def _unpacked(code: Scalar, begin: Scalar, shift: Scalar) -> Scalar:
-    """The magnitude of a code of 7 bits, given where its window begins."""
-    low = np.uint32(np.uint32(code) & U127)
-    bits = np.uint32(np.uint32(low + np.uint32(begin)) << shift)
-    return _float(bits if low > U0 else U0)
+    """The bits of the magnitude of a code of 7 bits, given where its window begins."""
+    low = np.uint32(code & U127)
+    bits = np.uint32(np.uint32(low + begin) << shift)
+    return bits if low > U0 else U0
 
 
 @_jit
@@ -240,32 +251,40 @@ def adamw_8bit(
     cut1, cut2 = np.empty(128, np.uint32), np.empty(128, np.uint32)
     top1, top2 = np.empty(128, np.uint32), np.empty(128, np.uint32)
     for b in range(window1.size):
-        start = b * 128
-        count = min(128, param.size - start)
-        most1, most2 = U127, U127
-        for j in range(count):
-            i = start + j
-            x = _master(param, extra, _float(np.uint32(np.uint32(second[i] >> 7) << U31)), i)
-            g = _gradient(_value(grad, i), before, clamp, after)
+        start, stop = b * 128, min(b * 128 + 128, param.size)
+        weights, rest, codes1, codes2 = (
+            param[start:stop],
+            _part(extra, start, stop),
+            first[start:stop],
+            second[start:stop],
+        )
+        values = grad[start:stop]
+        old1, old2 = np.uint32(window1[b]), np.uint32(window2[b])
+        for j in range(weights.size):
+            code1, code2 = np.uint32(codes1[j]), np.uint32(codes2[j])
+            x = _master(weights, rest, _float(np.uint32(np.uint32(code2 >> U7) << U31)), j)
+            g = _gradient(_value(values, j), before, clamp, after)
             g = g + decay * x if coupled else g
-            old = _unpacked(first[i], window1[b], U20)
-            old = -old if first[i] > 127 else old
-            m = _quiet(beta1 * old + rest1 * g)
-            v = _quiet(beta2 * _unpacked(second[i], window2[b], U21) + rest2 * g * g)
+            sign = np.uint32(np.uint32(code1 >> U7) << U31)
+            m = _quiet(beta1 * _float(np.uint32(_unpacked(code1, old1, U20) | sign)) + rest1 * g)
+            v = _quiet(beta2 * _float(_unpacked(code2, old2, U21)) + rest2 * g * g)
             x = _quiet(keep * x + rate * m / (sqrt(v) * unbias + eps))
-            top2[j] = np.uint32(_bits(_store(param, extra, i, x, ZERO)) >> U31) | (U2 if v > ZERO else U0)
+            carry = np.uint32(_bits(_store(weights, rest, j, x, ZERO)) >> U31)
+            top2[j] = np.uint32(carry | (U2 if v > ZERO else U0))
             top1[j] = np.uint32(_bits(m) >> U31)
             threshold = _threshold(dither, j)
             cut1[j] = _cut(np.uint32(_bits(m) & MAGNITUDE), threshold, U20)
             cut2[j] = _cut(_bits(v), np.uint32(threshold + OTHER), U21)
+        most1, most2 = U127, U127
+        for j in range(weights.size):
             most1, most2 = max(most1, cut1[j]), max(most2, cut2[j])
-        begin1, begin2 = np.uint32(most1 - U127), np.uint32(most2 - U127)
-        window1[b], window2[b] = begin1, begin2
-        for j in range(count):
-            code1 = np.uint32(cut1[j] - begin1) if cut1[j] > begin1 else U0
-            code2 = np.uint32(cut2[j] - begin2) if cut2[j] > begin2 else np.uint32(top2[j] >> U1)
-            first[start + j] = np.uint8(code1 | np.uint32(top1[j] << U7))
-            second[start + j] = np.uint8(code2 | np.uint32(np.uint32(top2[j] & U1) << U7))
+        new1, new2 = np.uint32(most1 - U127), np.uint32(most2 - U127)
+        window1[b], window2[b] = new1, new2
+        for j in range(weights.size):
+            code1 = np.uint32(cut1[j] - new1) if cut1[j] > new1 else U0
+            code2 = np.uint32(cut2[j] - new2) if cut2[j] > new2 else np.uint32(top2[j] >> U1)
+            codes1[j] = np.uint8(code1 | np.uint32(top1[j] << U7))
+            codes2[j] = np.uint8(code2 | np.uint32(np.uint32(top2[j] & U1) << U7))
 
 
 @_jit
