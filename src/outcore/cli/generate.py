@@ -111,7 +111,8 @@ def _run(
             f"positions of {name}: shorten one of them"
         )
     with outcore.Interrupts(grace=None, ending="this pass") as interrupts:
-        console, passes = make_console(stderr=True), []
+        console = make_console(stderr=True)
+        passes: list[outcore.Snapshot] = []
 
         def stop(tokens: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
             interrupts.check()
