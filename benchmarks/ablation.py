@@ -97,7 +97,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--report", action="store_true", help="write a dated page under docs/benchmarks")
     options = parser.parse_args()
     if options.quick:
-        options.model, options.host_budget, options.rows, options.tokens = "gpt2-7m", "64MiB", 2, 64
+        options.model, options.host_budget, options.rows, options.tokens = "gpt2-7m", "96MiB", 2, 64
         options.rounds, options.steps, options.new_tokens = 1, 2, 6
         options.generation_model, options.generation_host = "gpt2-34m", "40MiB"
     return options
