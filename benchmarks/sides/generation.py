@@ -47,9 +47,15 @@ def generate(
     made = make(weights, device, disk, budget)
     ids = batch(model, rows, tokens, 0).to(device)
     stamps: list[float] = []
+    reads: list[dict[str, int]] = []
+    seen: dict[str, int] = {}
 
     def note(module: Any, args: Any, output: Any) -> None:
         stamps.append(time.perf_counter())
+        if contender == "outcore":
+            now = dict(outcore.snapshot(made).moved)
+            reads.append({link: nbytes - seen.get(link, 0) for link, nbytes in now.items()})
+            seen.update(now)
 
     made.register_forward_hook(note)
     start = time.perf_counter()
@@ -65,6 +71,7 @@ def generate(
         "prompt_seconds": times[0],
         "seconds": times[1:],
         "tokens": out[:, ids.shape[1] :].flatten().tolist(),
+        "moved": reads[-1] if reads else {},
     }
 
 

@@ -49,6 +49,10 @@ def _llama(layers: int, width: int, inner: int, heads: int, vocabulary: int = 32
 
 MODELS = {
     "gpt2": _gpt2(12, 768, 12),
+    "gpt2-7m": _gpt2(4, 256, 4, vocabulary=16384),
+    "gpt2-17m": _gpt2(6, 384, 6, vocabulary=16384),
+    "gpt2-34m": _gpt2(8, 512, 8, vocabulary=16384),
+    "gpt2-medium": _gpt2(24, 1024, 16),
     "gpt2-large": _gpt2(36, 1280, 20),
     "gpt2-1.3b": _gpt2(24, 2048, 16),
     "llama-7b": _llama(32, 4096, 11008, 32),

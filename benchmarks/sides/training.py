@@ -165,7 +165,7 @@ class Compute:
 class Outcore:
     """outcore on the tiers that its budget names; with a disk if the budget has no room for everything."""
 
-    def __init__(self, settings: Settings, disk: bool) -> None:
+    def __init__(self, settings: Settings, disk: bool, microbatch: int | None = None) -> None:
         if settings.ranks > 1:
             dist.init_process_group("gloo")
         self.model: Any = MODELS[settings.model].build()
@@ -177,23 +177,41 @@ class Outcore:
             self.optimizer,
             device=settings.device,
             budget=outcore.Budget(**settings.budget, disk=settings.disk if disk else None),
-            activations=outcore.Activations("recompute", loss_slice=settings.loss_slice),
+            activations=outcore.Activations(
+                "recompute", microbatch=microbatch, loss_slice=settings.loss_slice
+            ),
         )
         self.update = 0.0
 
     def step(self, ids: torch.Tensor) -> float:
         before = outcore.snapshot(self.model).spent.get("update", 0.0)
-        loss = self.model(input_ids=ids, labels=ids).loss
-        self.optimizer.backward(loss)
+        loss = self._passes(ids)
         self.optimizer.clip_grad_norm_(CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
         settle(ids.device)
         self.update = outcore.snapshot(self.model).spent.get("update", 0.0) - before
-        return loss.item()
+        return loss
+
+    def _passes(self, ids: torch.Tensor) -> float:
+        loss = self.model(input_ids=ids, labels=ids).loss
+        self.optimizer.backward(loss)
+        return float(loss.detach())
 
     def moved(self) -> dict[str, int]:
         return dict(outcore.snapshot(self.model).moved)
+
+
+class Micro(Outcore):
+    """The same with each row of a batch as a micro-batch of its own."""
+
+    def _passes(self, ids: torch.Tensor) -> float:
+        mean = 0.0
+        for row in ids.split(1):
+            loss = self.model(input_ids=row, labels=row).loss / len(ids)
+            self.optimizer.backward(loss)
+            mean += float(loss.detach())
+        return mean
 
 
 def trainer(settings: Settings) -> Trainer:
@@ -203,6 +221,8 @@ def trainer(settings: Settings) -> Trainer:
     made: dict[str, Callable[[], Trainer]] = {
         "outcore, host": lambda: Outcore(settings, disk=False),
         "outcore, disk": lambda: Outcore(settings, disk=True),
+        "outcore, slices": lambda: Outcore(settings, disk=True, microbatch=1),
+        "outcore, micro-batches": lambda: Micro(settings, disk=True),
         "torch": lambda: plain_torch(settings),
         "compute": lambda: Compute(settings),
         "fsdp2": lambda: fsdp2.make(settings),

@@ -18,6 +18,11 @@ def main() -> None:
     asked: dict[str, Any] = json.loads(sys.argv[1])
     torch.set_num_threads(asked.pop("threads"))
     device = asked["device"]
+    idea = asked.pop("without", None)
+    if idea is not None:
+        from sides.without import do_without
+
+        do_without(idea)
     if device == "emu":
         sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
         from emulated import accelerator

@@ -56,6 +56,7 @@ from outcore.planning.plan import Plan
 from outcore.planning.prelude import prelude
 from outcore.trace.clock import Clock
 from outcore.trace.profile import Profile
+from outcore.trace.residents import Residents
 from outcore.trace.schedule import Schedule
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
@@ -99,9 +100,8 @@ class Engine:
             self.ledger.budget["disk"] = disk_bytes
         self.disk = DiskTier.open(limits.disk, ledger=self.ledger) if limits.disk else None
         schedule = Schedule()
-        self.pool = Pool(
-            self.ledger, self.disk, limits.host, schedule, Belady(schedule), prefetch, found.working
-        )
+        replacer = Belady(schedule) if optimizer else Residents(schedule, lambda: self.pool.floor)
+        self.pool = Pool(self.ledger, self.disk, limits.host, schedule, replacer, prefetch, found.working)
         self.clock = Clock(schedule, self.pool)
         stores = [store for unit in self.units for store in unit.stores]
         self.gradients = Gradients(stores, self.pool, workers(), self.ranks.all_sums)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,8 @@ def test_the_same_text_as_plain_generate(directory: Path, memory: tuple[str, ...
     assert result.exit_code == 0, result.output
     assert result.stdout == plain(directory, 12) + "\n"
     assert "parameters in" in result.stderr
+    assert "placement: host parameters" in " ".join(result.stderr.split())
+    assert "to update; " in " ".join(result.stderr.split())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -88,3 +91,36 @@ def test_an_empty_prompt_is_refused(directory: Path) -> None:
     result = outcore("generate", "--model", directory, "--prompt", "")
     assert result.exit_code == 2
     assert "no tokens" in result.stderr
+
+
+def test_several_prompts_are_one_batch(directory: Path, tmp_path: Path) -> None:
+    """In fp32, where the last bits that other shapes change decide nothing, each gets the text it gets alone."""
+    prompts = ["the cat", "a dog ran to the sea, and", "we"]
+    common = ("--model", directory, "--max-new-tokens", 8, "--precision", "fp32")
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"{prompts[1]}\n\n{prompts[2]}\n", encoding="utf-8")
+    together = outcore("generate", *common, "--prompt", prompts[0], "--prompt-file", file)
+    assert together.exit_code == 0, together.output
+    found = [json.loads(line) for line in together.stdout.splitlines()]
+    assert [line["prompt"] for line in found] == prompts
+    for line in found:
+        alone = outcore("generate", *common, "--prompt", line["prompt"])
+        assert alone.stdout == line["text"] + "\n"
+
+
+def test_what_is_guessed_from_the_text_changes_no_token(directory: Path) -> None:
+    arguments = ("--model", directory, "--prompt", PROMPT, "--max-new-tokens", 24, "--precision", "fp32")
+    guessed = outcore("generate", *arguments, "--lookup", 4)
+    assert guessed.exit_code == 0, guessed.output
+    assert guessed.stdout == outcore("generate", *arguments).stdout
+
+
+def test_prompts_that_can_not_be_used_are_refused(directory: Path, tmp_path: Path) -> None:
+    for arguments, said in (
+        ((), "--prompt"),
+        (("--prompt-file", tmp_path / "none.txt"), "can't be read"),
+        (("--prompt", "a", "--prompt", "b", "--lookup", 3), "single prompt"),
+    ):
+        result = outcore("generate", "--model", directory, *arguments)
+        assert result.exit_code == 2, arguments
+        assert said in result.stderr

@@ -74,6 +74,8 @@ OPTIMIZERS: dict[str, Any] = {
     "Adagrad": lambda params: outcore.Adagrad(params, initial_accumulator_value=0.1),
     "NAdam": lambda params: outcore.Foreign(torch.optim.NAdam, params),
     "RMSprop": lambda params: outcore.Foreign(torch.optim.RMSprop, params, momentum=0.5),
+    "AdamW in bf16": lambda params: outcore.AdamW(params, lr=1e-2, moments="bf16"),
+    "AdamW in 8 bits": lambda params: outcore.AdamW(params, lr=1e-2, moments="8bit"),
     "Adafactor": lambda params: outcore.Foreign(torch.optim.Adafactor, params),
 }
 

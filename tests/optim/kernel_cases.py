@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outcore.chunks.layout import ALIGN
 from outcore.optim.kernels import (
     AdagradRule,
     AdamRule,
@@ -19,6 +20,7 @@ from outcore.optim.kernels import (
     SGDRule,
     Workers,
     choice,
+    codec,
 )
 
 PLAIN = GradTransform()
@@ -34,6 +36,13 @@ RULES: dict[str, tuple[Rule, dict[str, Any]]] = {
     "adagrad": (AdagradRule(initial=0.1), {"lr": 0.1, "lr_decay": 0.01, "eps": 1e-10, "weight_decay": 0.1}),
 }
 """Every rule with hyperparameters that use all of its terms."""
+
+NARROW: dict[str, tuple[Rule, dict[str, Any]]] = {
+    f"{name}-{kept}": (AdamRule(name == "adamw", codec(kept)), RULES[name][1])
+    for name in ("adamw", "adam")
+    for kept in ("bf16", "8bit")
+}
+"""Rules whose moments are not kept exactly."""
 
 SPECIAL = torch.tensor(
     [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, -1e-45, 3.4e38, -3.4e38, 1.17549435e-38]
@@ -70,15 +79,23 @@ class State:
         """States for ``values``, each tensor beginning ``offset`` elements into its memory."""
         n = values.numel()
 
-        def empty(dtype: torch.dtype) -> Tensor:
-            return torch.empty(n + offset, dtype=dtype)[offset:]
+        def empty(dtype: torch.dtype, shared: int = 1) -> Tensor:
+            return torch.empty(-(-n // shared) + offset, dtype=dtype)[offset:]
 
-        state = cls(empty(dtype), tuple(empty(plane.dtype) for plane in rule.planes(dtype, master)))
+        kinds = rule.planes(dtype, master)
+        state = cls(empty(dtype), tuple(empty(plane.dtype, plane.shared) for plane in kinds))
         rule.initialise(state.planes, state.param, values)
         return state
 
     def part(self, part: slice) -> State:
-        return State(self.param[part], tuple(plane[part] for plane in self.planes))
+        """Elements of it; cuts must be those that `outcore.chunks.layout` makes where planes are shared."""
+
+        def cut(plane: Tensor) -> Tensor:
+            if plane.numel() == self.param.numel():
+                return plane[part]
+            return plane[part.start // ALIGN : -(-part.stop // ALIGN)]
+
+        return State(self.param[part], tuple(map(cut, self.planes)))
 
     def step(
         self,
@@ -88,7 +105,7 @@ class State:
         transform: GradTransform = PLAIN,
         workers: Workers | None = None,
     ) -> None:
-        rule, hyper = RULES[name]
+        rule, hyper = (RULES | NARROW)[name]
         rule.update(self.param, grad, self.planes, hyper, step, transform, workers)
 
     def read(self, rule: Rule) -> dict[str, Tensor]:
@@ -109,7 +126,7 @@ def values(n: int, seed: int = 0) -> Tensor:
 
 def bits(tensor: Tensor) -> Tensor:
     """A copy as integers, so that NaNs and signs of zero compare."""
-    size = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().clone().view(size[tensor.element_size()])
 
 

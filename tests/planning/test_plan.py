@@ -174,6 +174,19 @@ def test_the_table_follows_the_papers() -> None:
     assert all(rows[name].fits for name in rows)
 
 
+def test_the_table_knows_narrow_moments() -> None:
+    held = {}
+    for kept in ("fp32", "bf16", "8bit"):
+        model = LLAMA.build().train()
+        optimizer = outcore.AdamW(model.parameters(), moments=kept)
+        made = outcore.plan(model, optimizer, batch=LLAMA.batch(0), machine=CPU)
+        row = next(row for row in made.table if row.name == "outcore")
+        held[kept] = sum(kinds.get("moments", 0) for kinds in row.tiers.values()) / made.facts.parameters
+    assert held["fp32"] == pytest.approx(8, rel=0.01)
+    assert held["bf16"] == pytest.approx(4, rel=0.01)
+    assert held["8bit"] == pytest.approx(2 + 1 / 32, rel=0.01)
+
+
 def test_numbers_are_json() -> None:
     made = planned()
     found = json.loads(json.dumps(made.as_dict()))

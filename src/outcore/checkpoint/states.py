@@ -20,8 +20,7 @@ from outcore.chunks.pool import Access
 from outcore.chunks.store import RunStore
 from outcore.engine import Engine
 from outcore.model.unit import Binding
-from outcore.optim.kernels import Master, Rule
-from outcore.optim.pipeline import master_kind
+from outcore.optim.kernels import Rule
 
 PART = 128 * 1024
 """The most elements that are staged at a time."""
@@ -71,8 +70,9 @@ def moment_names(engine: Engine, binding: Binding) -> tuple[str, ...]:
     run = binding.store.run
     if not run.trained or engine.rule is None:
         return ()
-    names = tuple(name for name, _ in binding.store.planes)
-    return names if master_kind(engine.rule, run.dtype) is Master.NONE else names[1:]
+    return tuple(
+        engine.rule.moments(tuple(torch.empty(0, dtype=plane.dtype) for plane in binding.store.planes))
+    )
 
 
 def full_dtype(binding: Binding) -> torch.dtype:
@@ -200,7 +200,7 @@ def parts_of(store: RunStore, k: int, of: Mapping[int, Binding]) -> Iterator[Par
 def part_of(store: RunStore, k: int, place: Segment, of: Mapping[int, Binding]) -> Part:
     """The part of one chunk at a place, under a guard of it."""
     part = slice(place.start, place.stop)
-    planes = tuple(plane[part] for plane in store.state(k)) if store.states else ()
+    planes = store.state(k, part) if store.states else ()
     return Part(of[place.slot.index], store.parameter(k)[part], planes, place.first)
 
 

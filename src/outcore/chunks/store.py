@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +17,24 @@ from outcore.chunks.layout import Run
 from outcore.memory.host import PAGE
 from outcore.memory.place import Place
 
-PlaneType = tuple[str, torch.dtype]
-"""Name and dtype of one plane of a state chunk."""
+
+class PlaneType(NamedTuple):
+    """One flat array of a state chunk.
+
+    Attributes:
+        name: ``"master"``, ``"low"``, a moment by torch's name, or what belongs to one.
+        dtype: of its entries.
+        shared: how many elements have one entry together; a divisor of `outcore.chunks.layout.ALIGN`.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shared: int = 1
+
+    def nbytes(self, elements: int) -> int:
+        """Bytes of the plane of so many elements."""
+        return -(-elements // self.shared) * self.dtype.itemsize
+
 
 Reserve = Callable[[int], Place]
 """Makes a place of so many bytes."""
@@ -56,14 +73,18 @@ class RunStore:
         """The fp32 sum of several gradients of chunk ``k``; valid under a guard."""
         return typed(self.totals[k].region, torch.float32, self.elements(k))
 
-    def state(self, k: int) -> tuple[torch.Tensor, ...]:
-        """The planes of state chunk ``k``, each of shape [elements]; valid under a guard."""
+    def state(self, k: int, part: slice) -> tuple[torch.Tensor, ...]:
+        """The planes of elements [part.start, part.stop) of state chunk ``k``; valid under a guard.
+
+        The part begins where a parameter begins, or at a multiple of `outcore.chunks.layout.ALIGN` from there.
+        """
         views = []
         offset = 0
         elements = self.elements(k)
-        for _, dtype in self.planes:
-            nbytes = elements * dtype.itemsize
-            views.append(self.states[k].region.tensor[offset : offset + nbytes].view(dtype))
+        for plane in self.planes:
+            nbytes = plane.nbytes(elements)
+            whole = self.states[k].region.tensor[offset : offset + nbytes].view(plane.dtype)
+            views.append(whole[part.start // plane.shared : -(-part.stop // plane.shared)])
             offset += nbytes
         return tuple(views)
 
@@ -141,19 +162,23 @@ def build(
     if not run.trained:
         return RunStore(name, run, parameters, (), (), (), ())
 
-    def make(kind: Kind, itemsize: int, source: Reserve) -> tuple[Chunk, ...]:
+    def make(kind: Kind, kinds: Sequence[PlaneType], source: Reserve) -> tuple[Chunk, ...]:
         return tuple(
-            Chunk(kind, label(kind, k), source(pages((stop - start) * itemsize)))
+            Chunk(kind, label(kind, k), source(chunk_bytes(kinds, stop - start)))
             for k, (start, stop) in enumerate(pieces)
         )
 
-    gradients = make(Kind.GRADIENT, run.dtype.itemsize, working)
-    totals = make(Kind.GRADIENT, torch.float32.itemsize, working if sums else plain)
+    gradients = make(Kind.GRADIENT, [PlaneType("gradient", run.dtype)], working)
+    totals = make(Kind.GRADIENT, [PlaneType("total", torch.float32)], working if sums else plain)
     if run.dtype is torch.float32:
         totals = gradients
-    width = sum(dtype.itemsize for _, dtype in planes)
-    states = make(Kind.STATE, width, plain) if width else ()
+    states = make(Kind.STATE, planes, plain) if planes else ()
     return RunStore(name, run, parameters, gradients, totals, states, tuple(planes))
+
+
+def chunk_bytes(planes: Sequence[PlaneType], elements: int) -> int:
+    """Bytes of a chunk with these planes, in whole pages."""
+    return pages(sum(plane.nbytes(elements) for plane in planes))
 
 
 def span_bytes(run: Run) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outcore.engine import engine_of
+from outcore.memory import cores
 from outcore.memory.sizes import format_size
 from outcore.model.slices.heads import runs_loss_in_slices
 from outcore.report.metrics import has_tensorboard
@@ -69,10 +70,14 @@ def model_line(built: Built, seed: int) -> str:
 
 
 def tiers(built: Built, disks: list[str]) -> dict[str, str]:
-    """Each tier in use with its budget and what it holds now."""
+    """Each tier in use with its budget and what it holds now, and the threads beside them."""
+    import torch
+
     ledger = engine_of(built.model).ledger.snapshot()
-    return {
+    computing = torch.get_num_threads()
+    held = {
         tier: f"{format_size(budget)} budget, {format_size(ledger.held[tier])} held now"
         + (f", in {', '.join(disks)}" if tier == "disk" else "")
         for tier, budget in ledger.budget.items()
     }
+    return {**held, "threads": cores.ours().describe(computing)}

@@ -29,6 +29,8 @@ class Recipe:
 
 RECIPES = {
     "adamw": Recipe(outcore.AdamW, 6e-4, 5e-5),
+    "adamw-bf16": Recipe(partial(outcore.AdamW, moments="bf16"), 6e-4, 5e-5),
+    "adamw-8bit": Recipe(partial(outcore.AdamW, moments="8bit"), 6e-4, 5e-5),
     "adam": Recipe(outcore.Adam, 6e-4, 5e-5),
     "sgd": Recipe(partial(outcore.SGD, momentum=0.9), 1e-1, 1e-2),
     "lion": Recipe(outcore.Lion, 1e-4, 1e-5),

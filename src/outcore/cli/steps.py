@@ -16,6 +16,7 @@ from outcore.cli.settings import Settings
 from outcore.cli.tokens import Given, Trained
 from outcore.report.console import Progressed, show_end, show_plan
 from outcore.report.metrics import Metrics
+from outcore.report.placement import SETTLED, placement
 from outcore.report.run import write_run
 from outcore.report.step import Step
 from outcore.report.tracer import Tracer
@@ -116,6 +117,8 @@ class Steps:
                         tokenizer.save(settings.log_dir / "tokenizer.json")
                     progress.show(step)
                     steps.append(step)
+                    if len(steps) == SETTLED:
+                        self._console.print(placement(step.after, step.moved, "step"))
                     if keeping is not None and (
                         self._is_stopped() or keeping.due(step.number, settings.steps)
                     ):

@@ -1,4 +1,4 @@
-"""What the control groups around this process leave of the host's memory.
+"""What the control groups around this process leave of the host's memory and processors.
 
 A container's limit is often on an outer group, and the kernel kills when any of them is full, so every group
 from the process up to the mount is asked, in both versions of the interface. The page cache that a group
@@ -51,40 +51,54 @@ def headroom(root: Path = Path("/")) -> Headroom | None:
     """
     found = [
         room
-        for interface, folder, mount in _memberships(root)
+        for kind, folder, mount in _memberships(root, "memory")
         for group in _up(folder, mount)
-        if (room := _group(group, interface)) is not None
+        if (room := _group(group, _V2 if kind == _V2.kind else _V1)) is not None
     ]
     if not found:
         return None
     return Headroom(min(room.limit for room in found), min(room.free for room in found))
 
 
-def _memberships(root: Path) -> Iterator[tuple[_Interface, Path, Path]]:
-    """The interface, the process's folder and the mount point of each hierarchy that limits memory."""
-    mounts = list(_mounts(root))
+def processors(root: Path = Path("/")) -> float | None:
+    """How many processors' time the groups around this process allow it; ``None`` without a quota."""
+    found = []
+    for kind, folder, mount in _memberships(root, "cpu"):
+        for group in _up(folder, mount):
+            if kind == _V2.kind:
+                words = " ".join(_lines(group / "cpu.max")).split()
+            else:
+                words = [*_lines(group / "cpu.cfs_quota_us"), *_lines(group / "cpu.cfs_period_us")]
+            if len(words) == 2 and all(word.isdigit() and int(word) for word in words):
+                found.append(int(words[0]) / int(words[1]))
+    return min(found, default=None)
+
+
+def _memberships(root: Path, controller: str) -> Iterator[tuple[str, Path, Path]]:
+    """The kind, the process's folder and the mount point of each hierarchy that has a controller."""
+    mounts = list(_mounts(root, controller))
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
-            interface = _V2
-        elif "memory" in controllers.split(","):
-            interface = _V1
+            wanted = _V2.kind
+        elif controller in controllers.split(","):
+            wanted = _V1.kind
         else:
             continue
         for kind, inside, point in mounts:
-            if kind == interface.kind:
+            if kind == wanted:
                 mount = root / point.lstrip("/")
-                yield interface, mount / _below(path, inside), mount
+                yield kind, mount / _below(path, inside), mount
 
 
-def _mounts(root: Path) -> Iterator[tuple[str, str, str]]:
-    """Type, root inside the hierarchy and mount point of each mount that may limit memory."""
+def _mounts(root: Path, controller: str) -> Iterator[tuple[str, str, str]]:
+    """Type, root inside the hierarchy and mount point of each mount that may have a controller."""
     for line in _lines(root / "proc/self/mountinfo"):
         before, dash, after = line.partition(" - ")
         fields = before.split()
         kind, *_, options = after.split() or ("", "")
-        memory = kind == _V2.kind or (kind == _V1.kind and "memory" in options.split(","))
-        if dash and memory and len(fields) > 4:
+        has = kind == _V2.kind or (kind == _V1.kind and controller in options.split(","))
+        if dash and has and len(fields) > 4:
             yield kind, _unescape(fields[3]), _unescape(fields[4])
 
 

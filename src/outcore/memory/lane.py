@@ -22,7 +22,7 @@ from concurrent.futures import Future
 import xxhash
 
 from outcore.errors import CorruptionError, StateError
-from outcore.memory import blocks
+from outcore.memory import blocks, cores
 from outcore.memory.blockfile import BlockFile
 from outcore.memory.extents import Extent, Space
 from outcore.memory.ledger import Ledger, Link
@@ -175,6 +175,7 @@ class Lane:
     # -- the threads' side ------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        cores.keep_to_node()  # where a page is first written is where it lies
         bounce = blocks.Bounce(self._request)
         while (piece := self._take()) is not None:
             error: BaseException | None = None

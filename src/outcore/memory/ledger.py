@@ -42,6 +42,7 @@ class Snapshot:
         moved: bytes that crossed each link.
         waited: seconds the training thread stood still for each link.
         spent: seconds the training thread spent in each activity other than waiting.
+        kinds: `held` by what the bytes are; what is on disk and on the host is held by both.
     """
 
     held: Mapping[str, int]
@@ -50,6 +51,7 @@ class Snapshot:
     moved: Mapping[str, int]
     waited: Mapping[str, float]
     spent: Mapping[str, float]
+    kinds: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -173,6 +175,9 @@ class Ledger:
 
     def snapshot(self) -> Snapshot:
         with self._lock:
+            kinds: dict[str, dict[str, int]] = {}
+            for (tier, kind), nbytes in self._kinds.items():
+                kinds.setdefault(tier, {})[kind] = nbytes
             return Snapshot(
                 held=dict(self._held),
                 peak=dict(self._peak),
@@ -180,4 +185,5 @@ class Ledger:
                 moved=dict(self._moved),
                 waited=dict(self._waited),
                 spent=dict(self._spent),
+                kinds=kinds,
             )

@@ -85,8 +85,7 @@ class Assembly:
             planes: tuple[PlaneType, ...] = ()
             if run.trained:
                 assert self._rule is not None
-                types = self._rule.planes(run.dtype, master_kind(self._rule, run.dtype))
-                planes = tuple((plane.name, plane.dtype) for plane in types)
+                planes = self._rule.planes(run.dtype, master_kind(self._rule, run.dtype))
             store = build(plan.name, run, planes, site.span(run), site.working(), site.plain(), self._sums)
             site.settle(run, store)
             stores.append(store)

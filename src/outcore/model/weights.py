@@ -163,7 +163,7 @@ def write(binding: Binding, values: torch.Tensor, pool: Pool, rule: Rule | None)
             part = slice(segment.start, segment.stop)
             with pool.guard((store.parameters[k], *store.states[k : k + 1]), Access.WRITE):
                 if store.states and rule is not None:
-                    planes = tuple(plane[part] for plane in store.state(k))
+                    planes = store.state(k, part)
                     rule.initialise(planes, store.parameter(k)[part], piece.float())
                 else:
                     store.parameter(k)[part].copy_(piece)
@@ -193,7 +193,7 @@ def _read(store: RunStore, binding: Binding, pool: Pool, rule: Rule | None) -> t
             with pool.guard((store.parameters[k], *store.states[k : k + 1]), Access.READ):
                 if trained:
                     assert rule is not None
-                    planes = tuple(plane[part] for plane in store.state(k))
+                    planes = store.state(k, part)
                     rule.master(store.parameter(k)[part], planes, piece)
                 else:
                     piece.copy_(store.parameter(k)[part])
@@ -213,9 +213,9 @@ def moments(binding: Binding, pool: Pool, rule: Rule, ranks: Ranks) -> Mapping[s
                     part = slice(segment.start, segment.stop)
                     at = slice(segment.first, segment.first + segment.stop - segment.start)
                     with pool.guard([store.states[k]], Access.READ):
-                        for name, values in rule.moments(tuple(p[part] for p in store.state(k))).items():
+                        for name, values in rule.moments(store.state(k, part)).items():
                             found.setdefault(name, values.new_zeros(slot.numel))[at] = values
-        names = rule.moments(tuple(torch.empty(0, dtype=dtype) for _, dtype in store.planes))
+        names = rule.moments(tuple(torch.empty(0, dtype=plane.dtype) for plane in store.planes))
         for name, like in names.items():
             whole = found.setdefault(name, like.new_zeros(slot.numel))
             ranks.complete(whole, partial(store.run.spread, slot), what)

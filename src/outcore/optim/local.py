@@ -76,7 +76,7 @@ class LocalBackend:
             flat = self._parameters[index].detach().view(-1)
             master = Master.NONE if flat.dtype is torch.float32 else Master.FULL
             planes = tuple(
-                torch.zeros(flat.numel(), dtype=plane.dtype)
+                torch.zeros(plane.nbytes(flat.numel()) // plane.dtype.itemsize, dtype=plane.dtype)
                 for plane in self._rule.planes(flat.dtype, master)
             )
             self._rule.initialise(planes, flat, flat.float())

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from outcore.errors import UsageError
-from outcore.optim.kernels import AdagradRule, AdamRule, LionRule, SGDRule
+from outcore.optim.kernels import AdagradRule, AdamRule, LionRule, Moments, SGDRule, codec
 from outcore.optim.optimizer import Optimizer
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
@@ -24,6 +24,8 @@ class AdamW(Optimizer):
         eps: added to the root of the second moment.
         weight_decay: decay of the weights, times ``lr``, per step.
         maximize: climb instead of descending.
+        moments: ``"fp32"``, or narrower and not exact: ``"bf16"`` takes 4 bytes per parameter less, ``"8bit"`` 5.97
+            (block-wise, after Dettmers et al. 2022). Masters stay exact.
     """
 
     def __init__(
@@ -34,10 +36,11 @@ class AdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         maximize: bool = False,
+        moments: Moments = "fp32",
     ) -> None:
         _check(lr=lr, eps=eps, weight_decay=weight_decay, beta1=betas[0], beta2=betas[1])
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
-        super().__init__(params, defaults, AdamRule(decoupled=True))
+        super().__init__(params, defaults, AdamRule(True, codec(moments)))
 
 
 class Adam(Optimizer):
@@ -51,10 +54,11 @@ class Adam(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         maximize: bool = False,
+        moments: Moments = "fp32",
     ) -> None:
         _check(lr=lr, eps=eps, weight_decay=weight_decay, beta1=betas[0], beta2=betas[1])
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
-        super().__init__(params, defaults, AdamRule(decoupled=False))
+        super().__init__(params, defaults, AdamRule(False, codec(moments)))
 
 
 class SGD(Optimizer):
@@ -114,6 +118,7 @@ class Lion(Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         maximize: bool = False,
+        moments: Moments = "fp32",
     ) -> None:
         _check(lr=lr, weight_decay=weight_decay, beta1=betas[0], beta2=betas[1])
         defaults = dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)

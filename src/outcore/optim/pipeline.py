@@ -247,12 +247,13 @@ class Pipeline:
     def apply(self, update: Update) -> None:
         """The arithmetic, under guards of the chunks."""
         store, k = update.store, update.k
-        parameter, values, planes = store.parameter(k), update.collected.values(store, k), store.state(k)
+        parameter, values = store.parameter(k), update.collected.values(store, k)
         try:
             name = store.parameters[k].name
             with self._ledger.doing("update", name), allocating(f"the update of {name}"):
                 for segment in store.run.segments(k):
                     if segment.slot.index in update.collected.present:
+                        planes = store.state(k, slice(segment.start, segment.stop))
                         self._apply(update.due, segment, parameter, values, planes)
         except BaseException as error:
             with self._changed:
@@ -266,14 +267,14 @@ class Pipeline:
         segment: Segment,
         parameter: torch.Tensor,
         values: torch.Tensor,
-        planes: Sequence[torch.Tensor],
+        planes: tuple[torch.Tensor, ...],
     ) -> None:
         part = slice(segment.start, segment.stop)
         index = segment.slot.index
         self._rule.update(
             parameter[part],
             values[part],
-            tuple(plane[part] for plane in planes),
+            planes,
             hyper=due.hyper[due.group_of[index]],
             step=due.steps[index],
             transform=due.transform,

@@ -11,6 +11,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from outcore.chunks.pool import Pool
+from outcore.memory import cores
 
 if TYPE_CHECKING:
     from outcore.optim.pipeline import Pipeline
@@ -41,6 +42,7 @@ class UpdateThread:
 
 
 def _work(reference: weakref.ref[Pipeline]) -> None:
+    cores.keep_to_node()
     while (pipeline := reference()) is not None and (update := pipeline.unclaimed()) is not None:
         try:
             pipeline.do_beside(update)

@@ -91,10 +91,10 @@ class Sizes:
         trained = [store for store in stores if store.run.trained]
         count = sum(_numel(store) for store in trained)
         moments = sum(
-            _numel(store) * dtype.itemsize
+            plane.nbytes(_numel(store))
             for store in trained
-            for name, dtype in store.planes
-            if name not in ("low", "master")
+            for plane in store.planes
+            if plane.name not in ("low", "master")
         )
         bytes_of = [
             sum(_numel(s) * s.run.dtype.itemsize * (2 if s.run.trained else 1) for s in unit.stores)

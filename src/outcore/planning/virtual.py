@@ -10,7 +10,7 @@ from torch import nn
 
 from outcore.chunks.chunk import Chunk, Kind
 from outcore.chunks.layout import Entry, Run, lay_out
-from outcore.chunks.store import PlaneType, RunStore, pages
+from outcore.chunks.store import PlaneType, RunStore, chunk_bytes
 from outcore.model.unit import Binding, Unit
 from outcore.model.units import UnitPlan
 from outcore.optim.kernels import Rule
@@ -69,8 +69,7 @@ def lay(
             planes: tuple[PlaneType, ...] = ()
             if run.trained:
                 assert rule is not None
-                types = rule.planes(run.dtype, master_kind(rule, run.dtype))
-                planes = tuple((plane.name, plane.dtype) for plane in types)
+                planes = rule.planes(run.dtype, master_kind(rule, run.dtype))
             store = _store(plan.name, run, planes)
             stores.append(store)
             for slot in run.slots:
@@ -84,16 +83,16 @@ def _store(name: str, run: Run, planes: tuple[PlaneType, ...]) -> RunStore:
     """As `outcore.chunks.store.build` makes it, which reserves addresses for gradients and states."""
     extents = [run.extent(k) for k in range(run.chunks)]
 
-    def make(kind: Kind, itemsize: int) -> tuple[Chunk, ...]:
+    def make(kind: Kind, *kinds: PlaneType) -> tuple[Chunk, ...]:
         return tuple(
-            Chunk(kind, name, VirtualPlace(pages((stop - start) * itemsize))) for start, stop in extents
+            Chunk(kind, name, VirtualPlace(chunk_bytes(kinds, stop - start))) for start, stop in extents
         )
 
-    parameters = make(Kind.PARAMETER, run.dtype.itemsize)
+    parameters = make(Kind.PARAMETER, PlaneType("parameter", run.dtype))
     if not run.trained:
         return RunStore(name, run, parameters, (), (), (), ())
-    gradients = make(Kind.GRADIENT, run.dtype.itemsize)
-    totals = gradients if run.dtype is torch.float32 else make(Kind.GRADIENT, torch.float32.itemsize)
-    width = sum(dtype.itemsize for _, dtype in planes)
-    states = make(Kind.STATE, width) if width else ()
+    wide = run.dtype is torch.float32
+    gradients = make(Kind.GRADIENT, PlaneType("gradient", run.dtype))
+    totals = gradients if wide else make(Kind.GRADIENT, PlaneType("total", torch.float32))
+    states = make(Kind.STATE, *planes) if planes else ()
     return RunStore(name, run, parameters, gradients, totals, states, planes)

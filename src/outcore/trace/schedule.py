@@ -32,7 +32,7 @@ class Tick:
     needs: tuple[Chunk, ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class Lap:
     """One recorded sequence of ticks."""
 
@@ -95,6 +95,11 @@ class Schedule:
     def known(self) -> bool:
         """Whether the current lap was recorded before."""
         return self._key in self._laps
+
+    @property
+    def repeated(self) -> Lap | None:
+        """The record of the current lap, if the next one is expected to be the same again."""
+        return self._laps.get(self._key) if self._latest.get(self._key) == self._key else None
 
     def begin(self, key: Hashable) -> None:
         """A new lap starts; the one before it, if any, is taken over as the record of its key."""

@@ -6,6 +6,7 @@ the master kept whole or split, and with or without numba.
 
 from outcore.optim.kernels.adagrad import AdagradRule, adagrad
 from outcore.optim.kernels.adamw import AdamRule, adamw
+from outcore.optim.kernels.codecs import Moments, codec
 from outcore.optim.kernels.lion import LionRule, lion
 from outcore.optim.kernels.master import Master, join_master, split_master
 from outcore.optim.kernels.reductions import accumulate, all_finite, sum_of_squares, widen
@@ -20,6 +21,7 @@ __all__ = [
     "GradTransform",
     "LionRule",
     "Master",
+    "Moments",
     "Plane",
     "Planes",
     "Rule",
@@ -29,6 +31,7 @@ __all__ = [
     "adagrad",
     "adamw",
     "all_finite",
+    "codec",
     "join_master",
     "lion",
     "sgd",

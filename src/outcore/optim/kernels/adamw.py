@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from outcore.chunks.layout import Slot
 from outcore.errors import UsageError
 from outcore.optim.kernels import launch
+from outcore.optim.kernels.codecs import FP32, Codec
 from outcore.optim.kernels.elementwise import Elementwise, number, pair
 from outcore.optim.kernels.rule import Planes
 from outcore.optim.kernels.transform import GradTransform
@@ -32,9 +34,11 @@ class AdamRule(Elementwise):
 
     Attributes:
         decoupled: weight decay shrinks the master (AdamW) instead of joining the gradient (Adam).
+        codec: how the moments are kept.
     """
 
     decoupled: bool = True
+    codec: Codec = FP32
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -69,6 +73,7 @@ class AdamRule(Elementwise):
             weight_decay=number(hyper, "weight_decay"),
             step=step,
             decoupled=self.decoupled,
+            codec=self.codec,
             maximize=bool(hyper.get("maximize")),
             transform=transform,
             workers=workers,
@@ -87,6 +92,7 @@ def adamw(
     weight_decay: float,
     step: int,
     decoupled: bool = True,
+    codec: Codec = FP32,
     maximize: bool = False,
     transform: GradTransform | None = None,
     workers: Workers | None = None,
@@ -97,14 +103,19 @@ def adamw(
         param: shape [n], bf16, fp16 or fp32; written.
         grad: shape [n], bf16, fp16 or fp32.
         planes: the master (fp32, or its low 16 bits; none if ``param`` is fp32), then ``exp_avg`` and
-            ``exp_avg_sq``, fp32; each of shape [n]; written.
+            ``exp_avg_sq`` as ``codec`` keeps them; written.
         step: the number of this step, counted from 1.
         decoupled: AdamW; False for Adam.
+        codec: of the moments.
 
     Raises:
         UsageError: tensors that don't fit together.
     """
-    master, moments = AdamRule(decoupled).parts(planes)
+    rule = AdamRule(decoupled, codec)
+    master, moments = rule.parts(planes)
+    kinds = codec.planes(rule.names)
+    if kinds[0].dtype is not torch.float32 and torch.float16 in (param.dtype, grad.dtype):
+        codec.check(torch.float16)
     scalars = (
         *(transform or GradTransform()).scalars(negate=maximize),
         f32(1 - lr * weight_decay if decoupled else 1.0),
@@ -118,5 +129,8 @@ def adamw(
         f32(1 / math.sqrt(1 - beta2**step)),
         f32(eps),
         f32(-lr / (1 - beta1**step)),
+        *codec.scalars(step),
     )
-    launch.update("adamw", param, grad, master, moments, scalars, workers)
+    own, shared = moments[:2], moments[2:]
+    name = f"adamw{codec.kernel}"
+    launch.update(name, param, grad, master, own, scalars, workers, (kinds[0].dtype,), shared)

@@ -35,7 +35,9 @@ _intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = intrinsic
 
 LANES = 256
 ZERO, ONE, NAN = np.float32(0.0), np.float32(1.0), np.float32(np.nan)
-U1, U16, U31 = np.uint32(1), np.uint32(16), np.uint32(31)
+U0, U1, U2, U7, U15, U16 = (np.uint32(k) for k in (0, 1, 2, 7, 15, 16))
+U20, U21, U31, U32, U127 = (np.uint32(k) for k in (20, 21, 31, 32, 127))
+GOLDEN, OTHER = np.uint32(0x9E3779B1), np.uint32(0x55555555)
 HALF = np.uint32(0x7FFF)
 MAGNITUDE, EXPONENT = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
 
@@ -154,6 +156,17 @@ def _store_to(param: Any, extra: Any, i: Any, master: Any, second: Any) -> Any:
     return split
 
 
+def _part(extra: Array, start: int, stop: int) -> Any:
+    """A slice of ``extra``, if there is one."""
+
+
+@_by_type(_part)
+def _part_of(extra: Any, start: Any, stop: Any) -> Any:
+    if isinstance(extra, types.NoneType):
+        return lambda extra, start, stop: None
+    return lambda extra, start, stop: extra[start:stop]
+
+
 @_jit
 def _gradient(value: Scalar, before: Scalar, clamp: Scalar, after: Scalar) -> Scalar:
     """A gradient scaled, clamped and scaled again; a NaN stays one."""
@@ -183,6 +196,95 @@ def adamw(
         x = _quiet(keep * x + rate * m / (sqrt(v) * unbias + eps))
         first[i] = m
         second[i] = _store(param, extra, i, x, v)
+
+
+@_jit
+def _cut(bits: Scalar, threshold: Scalar, shift: Scalar) -> Scalar:
+    """The uppermost bits of a magnitude; what is lost rounds up where it and the threshold overflow."""
+    lost = np.uint32(threshold >> np.uint32(U32 - shift))
+    return np.uint32(np.uint32(bits + lost) >> shift)
+
+
+@_jit
+def _threshold(dither: Scalar, i: int) -> Scalar:
+    return np.uint32(np.uint32(dither) + np.uint32(np.uint32(i & 127) * GOLDEN))
+
+
+@_jit
+def adamw_bf16(
+    param: Array, grad: Array, extra: Array, first: Array, second: Array,
+    before: Scalar, clamp: Scalar, after: Scalar,
+    keep: Scalar, coupled: Scalar, decay: Scalar, beta1: Scalar, rest1: Scalar, beta2: Scalar, rest2: Scalar,
+    unbias: Scalar, eps: Scalar, rate: Scalar, dither: Scalar,
+) -> None:  # fmt: skip
+    for i in range(param.size):
+        stored = _widened(second[i])
+        x = _master(param, extra, stored, i)
+        g = _gradient(_value(grad, i), before, clamp, after)
+        g = g + decay * x if coupled else g
+        m = _quiet(beta1 * _widened(first[i]) + rest1 * g)
+        v = _quiet(beta2 * _magnitude(stored) + rest2 * g * g)
+        x = _quiet(keep * x + rate * m / (sqrt(v) * unbias + eps))
+        carry = np.uint32(_bits(_store(param, extra, i, x, ZERO)) >> U16)
+        threshold = _threshold(dither, i)
+        sign = np.uint32(np.uint32(_bits(m) >> U31) << U15)
+        first[i] = np.uint16(_cut(np.uint32(_bits(m) & MAGNITUDE), threshold, U16) | sign)
+        second[i] = np.uint16(_cut(_bits(v), np.uint32(threshold + OTHER), U16) | carry)
+
+
+@_jit
+def _unpacked(code: Scalar, begin: Scalar, shift: Scalar) -> Scalar:
+    """The bits of the magnitude of a code of 7 bits, given where its window begins."""
+    low = np.uint32(code & U127)
+    bits = np.uint32(np.uint32(low + begin) << shift)
+    return bits if low > U0 else U0
+
+
+@_jit
+def adamw_8bit(
+    param: Array, grad: Array, extra: Array, first: Array, second: Array, window1: Array, window2: Array,
+    before: Scalar, clamp: Scalar, after: Scalar,
+    keep: Scalar, coupled: Scalar, decay: Scalar, beta1: Scalar, rest1: Scalar, beta2: Scalar, rest2: Scalar,
+    unbias: Scalar, eps: Scalar, rate: Scalar, dither: Scalar,
+) -> None:  # fmt: skip
+    """Blocks of `SHARED`: first the arithmetic, then the codes, which need the largest of all."""
+    cut1, cut2 = np.empty(128, np.uint32), np.empty(128, np.uint32)
+    top1, top2 = np.empty(128, np.uint32), np.empty(128, np.uint32)
+    for b in range(window1.size):
+        start, stop = b * 128, min(b * 128 + 128, param.size)
+        weights, rest, codes1, codes2 = (
+            param[start:stop],
+            _part(extra, start, stop),
+            first[start:stop],
+            second[start:stop],
+        )
+        values = grad[start:stop]
+        old1, old2 = np.uint32(window1[b]), np.uint32(window2[b])
+        for j in range(weights.size):
+            code1, code2 = np.uint32(codes1[j]), np.uint32(codes2[j])
+            x = _master(weights, rest, _float(np.uint32(np.uint32(code2 >> U7) << U31)), j)
+            g = _gradient(_value(values, j), before, clamp, after)
+            g = g + decay * x if coupled else g
+            sign = np.uint32(np.uint32(code1 >> U7) << U31)
+            m = _quiet(beta1 * _float(np.uint32(_unpacked(code1, old1, U20) | sign)) + rest1 * g)
+            v = _quiet(beta2 * _float(_unpacked(code2, old2, U21)) + rest2 * g * g)
+            x = _quiet(keep * x + rate * m / (sqrt(v) * unbias + eps))
+            carry = np.uint32(_bits(_store(weights, rest, j, x, ZERO)) >> U31)
+            top2[j] = np.uint32(carry | (U2 if v > ZERO else U0))
+            top1[j] = np.uint32(_bits(m) >> U31)
+            threshold = _threshold(dither, j)
+            cut1[j] = _cut(np.uint32(_bits(m) & MAGNITUDE), threshold, U20)
+            cut2[j] = _cut(_bits(v), np.uint32(threshold + OTHER), U21)
+        most1, most2 = U127, U127
+        for j in range(weights.size):
+            most1, most2 = max(most1, cut1[j]), max(most2, cut2[j])
+        new1, new2 = np.uint32(most1 - U127), np.uint32(most2 - U127)
+        window1[b], window2[b] = new1, new2
+        for j in range(weights.size):
+            code1 = np.uint32(cut1[j] - new1) if cut1[j] > new1 else U0
+            code2 = np.uint32(cut2[j] - new2) if cut2[j] > new2 else np.uint32(top2[j] >> U1)
+            codes1[j] = np.uint8(code1 | np.uint32(top1[j] << U7))
+            codes2[j] = np.uint8(code2 | np.uint32(np.uint32(top2[j] & U1) << U7))
 
 
 @_jit

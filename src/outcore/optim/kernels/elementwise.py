@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outcore.chunks.layout import Slot
 from outcore.errors import UsageError
+from outcore.optim.kernels.codecs import FP32, Codec
 from outcore.optim.kernels.launch import check
 from outcore.optim.kernels.master import Master, join_master, quiet, split_master, with_carry
 from outcore.optim.kernels.rule import Plane, Planes
@@ -21,7 +22,7 @@ STEP = 1 << 16
 
 
 class Elementwise(ABC):
-    """A rule whose planes are a master, if any, and then fp32 moments.
+    """A rule whose planes are a master, if any, and then moments.
 
     Where the split master is allowed, the last moment is never negative and lends it the sign bit.
     """
@@ -35,6 +36,11 @@ class Elementwise(ABC):
     @abstractmethod
     def can_split(self) -> bool:
         """Whether the last moment is never negative."""
+
+    @property
+    def codec(self) -> Codec:
+        """How the moments are kept."""
+        return FP32
 
     @abstractmethod
     def update(
@@ -66,7 +72,8 @@ class Elementwise(ABC):
         }
         if not fits[master]:
             raise UsageError(f"{type(self).__name__} can't keep the master of {param_dtype} as {master}")
-        moments = tuple(Plane(name, torch.float32) for name in self.names)
+        self.codec.check(param_dtype)
+        moments = self.codec.planes(self.names)
         if master is Master.FULL:
             return (Plane("master", torch.float32), *moments)
         if master is Master.SPLIT:
@@ -74,12 +81,15 @@ class Elementwise(ABC):
         return moments
 
     def initialise(self, planes: Planes, param: Tensor, master_values: Tensor) -> None:
-        for name, moment in zip(self.names, self.parts(planes)[1], strict=True):
-            moment.fill_(self.start(name))
+        moments = self.parts(planes)[1]
+        for part in _pieces(param):
+            for k, name in enumerate(self.names):
+                start = torch.full_like(param[part], self.start(name), dtype=torch.float32)
+                self.codec.write(moments, k, part, start)
         self.set_master(param, planes, master_values)
 
     def master(self, param: Tensor, planes: Planes, out: Tensor) -> None:
-        check(param, out, *planes)
+        check(param, out, *self._unshared(planes))
         stored, moments = self.parts(planes)
         for part in _pieces(param):
             if stored is None:
@@ -87,10 +97,10 @@ class Elementwise(ABC):
             elif stored.dtype is torch.float32:
                 out[part] = stored[part]
             else:
-                out[part] = join_master(param[part], stored[part], moments[-1][part])
+                out[part] = join_master(param[part], stored[part], self._last(moments, part))
 
     def set_master(self, param: Tensor, planes: Planes, values: Tensor) -> None:
-        check(param, values, *planes)
+        check(param, values, *self._unshared(planes))
         param = param.detach()
         stored, moments = self.parts(planes)
         for part in _pieces(param):
@@ -99,7 +109,8 @@ class Elementwise(ABC):
                 param[part], low, carry = split_master(exact)
                 if stored is not None and stored.dtype is torch.int16:
                     stored[part] = low
-                    moments[-1][part] = with_carry(moments[-1][part], carry)
+                    marked = with_carry(self._last(moments, part), carry)
+                    self.codec.write(moments, len(self.names) - 1, part, marked)
             else:
                 param[part] = exact
             if stored is not None and stored.dtype is torch.float32:
@@ -107,7 +118,11 @@ class Elementwise(ABC):
 
     def moments(self, planes: Planes) -> dict[str, Tensor]:
         stored, moments = self.parts(planes)
-        copies = {name: moment.clone() for name, moment in zip(self.names, moments, strict=True)}
+        copies = {}
+        for k, name in enumerate(self.names):
+            copies[name] = torch.empty(moments[k].numel(), dtype=torch.float32)
+            for part in _pieces(moments[k]):
+                copies[name][part] = self.codec.read(moments, k, part)
         if stored is not None and stored.dtype is torch.int16:
             copies[self.names[-1]].abs_()
         return copies
@@ -117,24 +132,35 @@ class Elementwise(ABC):
         if unknown:
             raise UsageError(f"{type(self).__name__} has moments {self.names}, not {sorted(unknown)}")
         stored, moments = self.parts(planes)
-        for name, moment in zip(self.names, moments, strict=True):
+        for k, name in enumerate(self.names):
             if name not in values:
                 continue
-            check(moment, values[name])
-            lends = moment is moments[-1] and stored is not None and stored.dtype is torch.int16
-            for part in _pieces(moment):
+            check(moments[k], values[name])
+            lends = name == self.names[-1] and stored is not None and stored.dtype is torch.int16
+            for part in _pieces(moments[k]):
                 new = quiet(values[name].detach()[part])
-                moment[part] = with_carry(new, moment[part].signbit()) if lends else new
+                if lends:
+                    new = with_carry(new, self._last(moments, part).signbit())
+                self.codec.write(moments, k, part, new)
 
     def parts(self, planes: Planes) -> tuple[Tensor | None, Planes]:
         """The plane of the master, if there is one, and the planes of the moments."""
-        extra = len(planes) - len(self.names)
+        extra = len(planes) - len(self.codec.planes(self.names))
         if extra not in (0, 1):
             raise UsageError(
                 f"{type(self).__name__} has the moments {self.names} and perhaps a master, "
                 f"not {len(planes)} planes"
             )
         return (planes[0] if extra else None), planes[extra:]
+
+    def _unshared(self, planes: Planes) -> Planes:
+        """Those with an entry for each element."""
+        stored, moments = self.parts(planes)
+        own = moments[: len(self.names)]
+        return own if stored is None else (stored, *own)
+
+    def _last(self, moments: Planes, part: slice) -> Tensor:
+        return self.codec.read(moments, len(self.names) - 1, part)
 
 
 def number(hyper: Mapping[str, object], name: str, default: float | None = None) -> float:
@@ -162,4 +188,5 @@ def pair(hyper: Mapping[str, object], name: str) -> tuple[float, float]:
 
 
 def _pieces(tensor: Tensor) -> Iterator[slice]:
-    return (slice(start, start + STEP) for start in range(0, tensor.numel(), STEP))
+    count = tensor.numel()
+    return (slice(start, min(start + STEP, count)) for start in range(0, count, STEP))

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outcore.optim.kernels.codecs import SHARED, SHIFTS, packed, unpacked
 from outcore.optim.kernels.transform import GradTransform
 
 Array = NDArray[Any]
@@ -22,6 +23,7 @@ Transform = tuple[float, float, float]
 
 BLOCK = 16_384
 LANES = 256
+OTHER = 0x55555555
 
 
 class _Block:
@@ -103,6 +105,61 @@ def adamw(
         m = _quiet(block.moments[0] * beta1 + g * rest1)
         v = _quiet(block.moments[1].abs() * beta2 + g * rest2 * g)
         block.store(x * keep + m * rate / (_root(v) * unbias + eps), [m, v])
+
+
+def _thresholds(dither: int, n: int) -> Tensor:
+    """Where rounding to fewer bits goes up, int64 below 2^32, shape [n]; see `outcore.optim.kernels.codecs`."""
+    return (int(dither) + (torch.arange(n) & 127) * 0x9E3779B1) & 0xFFFFFFFF
+
+
+def _cut(values: Tensor, thresholds: Tensor, shift: int) -> Tensor:
+    """The uppermost bits of magnitudes, int32."""
+    bits = (values.view(torch.int32) & 0x7FFFFFFF).long()
+    return ((bits + (thresholds >> (32 - shift))) >> shift).int()
+
+
+def adamw_bf16(
+    param: Array, grad: Array, extra: Array | None, first: Array, second: Array,
+    before: float, clamp: float, after: float,
+    keep: float, coupled: bool, decay: float, beta1: float, rest1: float, beta2: float, rest2: float,
+    unbias: float, eps: float, rate: float, dither: int,
+) -> None:  # fmt: skip
+    for start in range(0, param.size, BLOCK):
+        part = slice(start, start + BLOCK)
+        kept = [torch.from_numpy(whole[part].view(np.int16)) for whole in (first, second)]
+        wide = [(moment.int() << 16).view(torch.float32) for moment in kept]
+        adamw(
+            param[part], grad[part], None if extra is None else extra[part], wide[0].numpy(), wide[1].numpy(),
+            before, clamp, after, keep, coupled, decay, beta1, rest1, beta2, rest2, unbias, eps, rate,
+        )  # fmt: skip
+        thresholds = _thresholds(dither, kept[0].numel())
+        for moment, values, own in zip(kept, wide, (0, OTHER), strict=True):
+            cut = _cut(values, (thresholds + own) & 0xFFFFFFFF, 16)
+            moment.copy_(cut | ((values.view(torch.int32) >> 16) & -0x8000))
+
+
+def adamw_8bit(
+    param: Array, grad: Array, extra: Array | None, first: Array, second: Array, window1: Array, window2: Array,
+    before: float, clamp: float, after: float,
+    keep: float, coupled: bool, decay: float, beta1: float, rest1: float, beta2: float, rest2: float,
+    unbias: float, eps: float, rate: float, dither: int,
+) -> None:  # fmt: skip
+    for start in range(0, param.size, BLOCK):
+        part = slice(start, start + BLOCK)
+        blocks = slice(start // SHARED, (start + BLOCK) // SHARED)
+        kept = [torch.from_numpy(whole[part]) for whole in (first, second)]
+        windows = [torch.from_numpy(whole[blocks].view(np.int16)) for whole in (window1, window2)]
+        wide = [unpacked(kept[k], windows[k], SHIFTS[k]) for k in range(2)]
+        adamw(
+            param[part], grad[part], None if extra is None else extra[part], wide[0].numpy(), wide[1].numpy(),
+            before, clamp, after, keep, coupled, decay, beta1, rest1, beta2, rest2, unbias, eps, rate,
+        )  # fmt: skip
+        thresholds = _thresholds(dither, kept[0].numel())
+        for k, own in enumerate((0, OTHER)):
+            cut = _cut(wide[k], (thresholds + own) & 0xFFFFFFFF, SHIFTS[k])
+            codes, begin = packed(cut, wide[k].view(torch.int32) < 0, (wide[k].abs() > 0) & (k == 1))
+            kept[k].copy_(codes)
+            windows[k].copy_(begin)
 
 
 def sgd(

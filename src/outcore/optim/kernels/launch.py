@@ -12,6 +12,7 @@ from torch import Tensor
 from outcore.errors import UsageError
 from outcore.optim.kernels import choice, half
 from outcore.optim.kernels.choice import Array
+from outcore.optim.kernels.codecs import SHARED
 from outcore.optim.kernels.workers import Workers, workers
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,6 +26,8 @@ def update(
     moments: Sequence[Tensor],
     scalars: tuple[Any, ...],
     pool: Workers | None,
+    kept: Sequence[torch.dtype] = (torch.float32,),
+    shared: Sequence[Tensor] = (),
 ) -> None:
     """Run an update kernel over all elements.
 
@@ -33,9 +36,11 @@ def update(
         param: the parameter, shape [n]; written.
         grad: the gradient, shape [n], bf16, fp16 or fp32.
         master: the plane of the master, shape [n], if there is one; written.
-        moments: fp32 planes, each of shape [n]; written.
+        moments: planes, each of shape [n]; written.
         scalars: the kernel's other arguments.
         pool: threads to use; `workers` if not given.
+        kept: the dtypes that moments may have.
+        shared: planes of shape [ceil(n / SHARED)], after the moments; written.
 
     Raises:
         UsageError: tensors that are not 1-D, contiguous, on the CPU, of one length and of a dtype that fits.
@@ -44,16 +49,18 @@ def update(
     check_float(grad)
     _check_master(param, master)
     for moment in moments:
-        if moment.dtype is not torch.float32:
-            raise UsageError(f"a moment plane must be float32, not {moment.dtype}")
+        if moment.dtype not in kept:
+            raise UsageError(f"a moment plane must be {_short(kept[0])}, not {moment.dtype}")
     if n == 0:
         return
     arrays = [array(param), array(grad), None if master is None else array(master), *map(array, moments)]
+    windows = [array(plane) for plane in shared]
     halves = torch.float16 in (param.dtype, grad.dtype)
-    kernel = (half.around if halves else choice.kernel)(name, arrays, scalars)
+    kernel = (half.around if halves else choice.kernel)(name, [*arrays, *windows], scalars)
 
-    def piece(start: int, stop: int) -> None:
-        kernel(*(None if whole is None else whole[start:stop] for whole in arrays), *scalars)
+    def piece(start: int, stop: int) -> None:  # starts are multiples of the grain, and that of SHARED
+        own = (None if whole is None else whole[start:stop] for whole in arrays)
+        kernel(*own, *(window[start // SHARED : -(-stop // SHARED)] for window in windows), *scalars)
 
     (pool or workers()).run(piece, n)
 
@@ -92,6 +99,10 @@ def check_float(tensor: Tensor) -> None:
     """
     if tensor.dtype not in FLOATS:
         raise UsageError(f"expected float32, bfloat16 or float16, not {tensor.dtype}")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_master(param: Tensor, master: Tensor | None) -> None:

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from outcore.chunks.layout import Slot
+from outcore.chunks.store import PlaneType
 from outcore.optim.kernels.master import Master
 from outcore.optim.kernels.transform import GradTransform
 from outcore.optim.kernels.workers import Workers
 
 Planes = tuple[Tensor, ...]
-"""The planes of a state chunk, or of a part of one, in the order of `Rule.planes`; each of shape [n]."""
+"""The planes of a state chunk, or of a part of one, in the order of `Rule.planes`; each with an entry for each
+element, or for each ``shared`` of them."""
 
-
-class Plane(NamedTuple):
-    """One flat array of a state chunk, as long as the parameters are.
-
-    Attributes:
-        name: ``"master"``, ``"low"``, or a moment by torch's name.
-        dtype: of its elements.
-    """
-
-    name: str
-    dtype: torch.dtype
+Plane = PlaneType
+"""The kind of one of them."""
 
 
 class Rule(Protocol):
-    """An update rule. All tensors are flat, contiguous, on the CPU, and of one length.
+    """An update rule. All tensors are flat, contiguous, on the CPU, and (but for what is shared) of one length.
 
     ``param`` is in the precision that computes. Where the master is follows from the planes. Two calls with
     disjoint elements may run at the same time.

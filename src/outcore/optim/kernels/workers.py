@@ -12,6 +12,7 @@ from types import TracebackType
 import torch
 
 from outcore.errors import UsageError
+from outcore.memory import cores
 
 GRAIN = 1 << 18
 """Elements a thread takes at a time: some 4 MiB of states, a fraction of a millisecond."""
@@ -35,7 +36,9 @@ class Workers:
         if threads < 1:
             raise UsageError(f"an update needs at least 1 thread, not {threads}")
         self.threads = threads
-        self._pool = ThreadPoolExecutor(max(threads - 1, 1), thread_name_prefix="outcore-update")
+        self._pool = ThreadPoolExecutor(
+            max(threads - 1, 1), thread_name_prefix="outcore-update", initializer=cores.keep_to_node
+        )
 
     def run(self, task: Callable[[int, int], object], n: int, grain: int = GRAIN) -> None:
         """Call ``task(start, stop)`` for pieces that cover [0, n); return when all are done.
@@ -85,8 +88,8 @@ class Workers:
 
 @functools.cache
 def workers() -> Workers:
-    """The pool used where none is given, with as many threads as torch has at the first call."""
-    return Workers(torch.get_num_threads())
+    """The pool used where none is given, of the threads that `outcore.memory.cores` gives updates."""
+    return Workers(cores.ours().for_updates(torch.get_num_threads()))
 
 
 # threads don't survive a fork

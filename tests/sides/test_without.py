@@ -1,0 +1,63 @@
+"""What the ablation turns off changes no bit of a run; the pictures of a scaling report are drawings."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outcore import engine
+from outcore.chunks.holdings import Holdings
+from outcore.chunks.pool import Pool
+from outcore.memory.disk import DiskTier
+from outcore.optim.kernels import AdamRule, choice
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that ideas are turned off by is as it was afterwards."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for owner, name in (
+        (engine, "Pipeline"), (engine, "Belady"), (engine, "Residents"), (Pool, "_pump"), (Holdings, "empty"),
+        (AdamRule, "can_split"), (choice, "_compiled"), (DiskTier, "__init__"),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, vars(owner)[name])
+    monkeypatch.setattr(choice, "_chosen", {})
+
+
+def turn(folder: Path) -> dict[str, Any]:
+    from sides.turn import train
+
+    return train(
+        dict(
+            contender="outcore, disk", model="gpt2-tiny", rows=2, tokens=32, device="cpu", disk=str(folder),
+            budget={"host": "6MiB"}, warm=2, steps=1,
+        )
+    )  # fmt: skip
+
+
+def test_no_idea_changes_a_bit(tmp_path: Path) -> None:
+    """One after the other is turned off, until none is left."""
+    from sides.without import WITHOUT, do_without
+
+    whole = turn(tmp_path)
+    for name in WITHOUT:
+        do_without(name)
+        assert turn(tmp_path)["loss"] == whole["loss"], name
+
+
+def test_a_plot_has_a_mark_for_each_point(tmp_path: Path) -> None:
+    from sides import plot
+
+    lines = {"a < b": [(7.0, 3.0), (17.0, 9.0), (34.0, 30.0)], "c": [(7.0, 0.05), (34.0, 60.0)]}
+    plot.write_plot(tmp_path / "plot.svg", "T & t", "x", "y", lines)
+    drawn = (tmp_path / "plot.svg").read_text("utf-8")
+    marks = re.findall(r'<circle cx="([0-9.]+)" cy="([0-9.]+)"', drawn)
+    assert len(marks) == 5
+    assert all(0 < float(x) < plot.WIDTH and 0 < float(y) < plot.HEIGHT for x, y in marks)
+    assert "a &lt; b" in drawn
+    assert "T &amp; t" in drawn
