@@ -14,10 +14,10 @@ import time
 import torch
 
 import outcore
-from outcore.engine import engine_of
 from outcore.integrations.transformers import build
 from outcore.memory.ledger import Ledger
 from outcore.memory.sizes import format_size
+from outcore.offloaded import engine_of
 from outcore.planning.rehearsal import rehearse
 
 WAYS = ("keep", "recompute", "offload", "recompute+offload")

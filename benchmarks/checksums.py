@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.engine import engine_of
 from outcore.memory.lane import Lane
+from outcore.offloaded import engine_of
 
 
 class Blocks(nn.Module):

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 import outcore
-from outcore.engine import engine_of
 from outcore.integrations.transformers import build
+from outcore.offloaded import engine_of
 
 
 class Run:

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import outcore
 from emulated import accelerator
-from outcore.engine import engine_of
+from outcore.offloaded import engine_of
 
 
 class Sleep(torch.autograd.Function):

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 import outcore
-from outcore.engine import engine_of
 from outcore.integrations.transformers import build
 from outcore.model.shares import Shares, busy_by
+from outcore.offloaded import engine_of
 
 SLICE = 0.004
 """Seconds for which the slow rank runs before it is stopped again."""

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from outcore.checkpoint.save import save
     from outcore.checkpoint.saving import Saving
     from outcore.checkpoint.series import Checkpoints
-    from outcore.engine import gather, offload, release, shares, snapshot, weights
     from outcore.memory.budget import Budget
     from outcore.memory.ledger import Snapshot
     from outcore.model.policies import Activations, Precision
     from outcore.model.shares import Part, Shares
+    from outcore.offloaded import gather, offload, release, shares, snapshot, weights
     from outcore.optim.foreign import Foreign
     from outcore.optim.optimizer import Optimizer
     from outcore.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
@@ -107,18 +107,18 @@ _HOMES = {
     "export": "outcore.checkpoint.export",
     "first_nonfinite": "outcore.report.health",
     "from_dcp": "outcore.checkpoint.dcp.read",
-    "gather": "outcore.engine",
+    "gather": "outcore.offloaded",
     "load": "outcore.checkpoint.load",
-    "offload": "outcore.engine",
+    "offload": "outcore.offloaded",
     "plan": "outcore.planning.planner",
     "record": "outcore.report.tracer",
-    "release": "outcore.engine",
+    "release": "outcore.offloaded",
     "save": "outcore.checkpoint.save",
-    "shares": "outcore.engine",
-    "snapshot": "outcore.engine",
+    "shares": "outcore.offloaded",
+    "snapshot": "outcore.offloaded",
     "to_dcp": "outcore.checkpoint.dcp.write",
     "verify": "outcore.checkpoint.reader",
-    "weights": "outcore.engine",
+    "weights": "outcore.offloaded",
 }
 
 

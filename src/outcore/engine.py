@@ -1,41 +1,34 @@
-"""offload(): wires the rooms together, decides nothing itself."""
+"""What is behind one offloaded model: wires the rooms together, decides nothing itself."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from outcore.chunks.pool import Pool
 from outcore.chunks.replacers import Belady
-from outcore.errors import ModelError, StateError, UsageError
+from outcore.errors import ModelError, StateError
 from outcore.memory import ending
-from outcore.memory.budget import Budget, Limits
-from outcore.memory.device import find
+from outcore.memory.budget import Limits
 from outcore.memory.disk import DiskTier
-from outcore.memory.ledger import Ledger, Snapshot
+from outcore.memory.ledger import Ledger
 from outcore.memory.refusal import allocating
 from outcore.model import weights as weights_of
 from outcore.model.activations import treat_blocks, ways_of
 from outcore.model.assembly import Assembly
 from outcore.model.backward import BackwardPass
-from outcore.model.directory import Directory
 from outcore.model.hooks import PointHooks
 from outcore.model.laps import Laps
 from outcore.model.placement import move_buffers, replace_data
-from outcore.model.policies import Activations, Precision, offloads
-from outcore.model.ranked_sites import choose, refusal
+from outcore.model.policies import Activations, offloads
 from outcore.model.residency import Residency
 from outcore.model.saved.seam import NothingSaved, Saved
 from outcore.model.saved.store import SavedTensors
-from outcore.model.shares import Shares, Split, busy_by
 from outcore.model.sites import Site
 from outcore.model.slices.heads import slice_loss
 from outcore.model.unit import resting
@@ -47,23 +40,14 @@ from outcore.optim.optimizer import Optimizer
 from outcore.optim.pipeline import Pipeline
 from outcore.optim.scaling import LossScale
 from outcore.optim.updates import NoUpdates, Updates
-from outcore.parallel.ranks import join
-from outcore.parallel.sharding import Sharding
 from outcore.planning import outcome
-from outcore.planning.effective import Effective, check_fit, effective
+from outcore.planning.effective import Effective
 from outcore.planning.minimum import check, needs
-from outcore.planning.plan import Plan
 from outcore.planning.prelude import prelude
 from outcore.trace.clock import Clock
 from outcore.trace.profile import Profile
 from outcore.trace.residents import Residents
 from outcore.trace.schedule import Schedule
-
-_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
-"""The model's hooks own the engine, so that a model that is dropped takes files and threads with it."""
-
-_released: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
-"""Models whose values are gone, and the hook that says so."""
 
 
 class Engine:
@@ -349,191 +333,3 @@ class Engine:
         self.pool.close()
         if self.disk is not None:
             self.disk.close()
-
-
-@allocating("a model to be offloaded")
-def offload(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    budget: Budget | None = None,
-    precision: Precision | None = None,
-    activations: Activations | None = None,
-    device: str | torch.device | None = None,
-    weights: str | Path | None = None,
-    units: Sequence[str] | None = None,
-    chunk_size: str | int | None = None,
-    prefetch: bool = True,
-    plan: Plan | None = None,
-    sharding: Sharding | None = None,
-) -> nn.Module:
-    """Spread a model's states over device, host and disk. Works in place; names and shapes stay.
-
-    Args:
-        model: any module. Parameters on ``meta`` are initialised, or loaded from ``weights``, unit by unit.
-        optimizer: one of outcore's, made from the model's parameters. Without one, parameters are streamed for
-            inference.
-        budget: bytes per tier. By default what the machine leaves free, and no disk.
-        precision: the dtype to compute in; bf16 with fp32 masters by default.
-        activations: whether blocks keep, recompute or offload what backward needs. By default they keep it if the
-            budgets hold that for the first batch, and recompute it otherwise; the result is the same to the bit.
-        device: where to compute; by default the accelerator if there is one.
-        weights: a directory of safetensors files to load from.
-        units: names (or shell patterns) of modules to fetch as a whole, where the default is not right.
-        chunk_size: the most bytes of parameters that move as one piece; ``"8MiB"`` by default.
-        prefetch: read ahead in the recorded order.
-        plan: from `outcore.plan`, and run as it says; what is named beside it may not differ.
-        sharding: how states are spread where ``torch.distributed`` has several ranks; by default
-            ``Sharding("parameters")``. The budget is that of each rank. All ranks call this together.
-
-    Returns:
-        The model.
-
-    Raises:
-        UsageError: a setting that can't mean anything.
-        ModelError: a model or weights that don't fit together.
-        BudgetError: the run can't fit; says what would.
-    """
-    if model in _engines:
-        raise StateError("this model is offloaded already")
-    if model in _released and weights is None:
-        raise StateError(
-            "this model was released and its parameters have no values: build it again, or give "
-            "offload(..., weights=directory)"
-        )
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise UsageError(
-            f"offload() needs one of outcore's optimizers, not {type(optimizer).__name__}: use outcore.AdamW and "
-            f"the like, or outcore.Foreign(torch.optim.{type(optimizer).__name__}, model.parameters(), ...)"
-        )
-    engines = filter(None, (found() for found in _engines.values()))
-    taken = {b.parameter for engine in engines for unit in engine.units for b in unit.bindings}
-    if not taken.isdisjoint(model.parameters()):
-        raise StateError("parameters of this model are offloaded already, with another model")
-    place = find(device)
-    on_host = place.type == "cpu"
-    check_fit(plan, model, optimizer, on_host)
-    run = effective(
-        plan,
-        budget=budget,
-        precision=precision,
-        activations=activations,
-        units=units,
-        chunk_size=chunk_size,
-        prefetch=prefetch,
-    )
-    if optimizer is not None:
-        optimizer.check_free()  # before anything is taken from the model
-    whole = optimizer is not None and optimizer.rule.whole_parameters
-    ranks = join(sharding, refusal(whole, plan is not None))
-    with ranks.telling("the offload of the model"):
-        site, limits = choose(place, run.budget, run.prefetch, ranks)
-        engine = Engine(model, optimizer, limits=limits, site=site, settings=run)
-        try:
-            if weights is not None:
-                source: weights_of.Source = Directory(weights, model)
-            elif weights_of.has_meta(engine.plans):
-                source = weights_of.Initialised(model)
-            else:
-                source = weights_of.InMemory()
-            engine.fill(site.source(source))
-            engine.attach()
-            if plan is not None and plan.profile is not None:
-                engine.foreseen(plan.profile)
-        except BaseException:
-            engine.shut()
-            raise
-    _engines[model] = weakref.ref(engine)
-    if model in _released:
-        _released.pop(model).remove()
-    return model
-
-
-def engine_of(model: nn.Module) -> Engine:
-    """The engine behind an offloaded model.
-
-    Raises:
-        StateError: the model is not offloaded.
-    """
-    reference = _engines.get(model)
-    engine = None if reference is None else reference()
-    if engine is None:
-        raise StateError("this model is not offloaded: call outcore.offload(model, ...) first")
-    return engine
-
-
-def weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter's name and full-precision value, one at a time, on the CPU.
-
-    Trained parameters come as their fp32 master, others in the dtype they are computed in.
-    """
-    return engine_of(model).masters()
-
-
-@contextmanager
-def gather(model: nn.Module) -> Iterator[None]:
-    """Open all parameters for reading: inside, they have their values, in the compute dtype.
-
-    Raises:
-        BudgetError: the budget can't hold them all at once.
-    """
-    engine = engine_of(model)
-    entered = []
-    try:
-        for unit in engine.units:
-            engine.residency.enter(unit, "read")
-            entered.append(unit)
-        yield
-    finally:
-        for unit in entered:
-            engine.residency.leave(unit)
-
-
-def shares(model: nn.Module, split: Split = "even") -> Shares:
-    """Divides batches among the ranks that train a model; all ranks call this together::
-
-        shares = outcore.shares(model, "speed")
-        for batch in loader:  # the same batch on all ranks
-            with shares.part(batch) as part:
-                loss = model(**part.batch).loss  # the mean over this rank's rows
-                optimizer.backward(part.weigh(loss))
-            optimizer.step()
-            optimizer.zero_grad()
-
-    Args:
-        split: ``"even"``, or ``"speed"``: in proportion to what each rank does in a second, measured as it trains. The
-            result is that of the whole batch either way, up to the order of sums.
-
-    Raises:
-        StateError: the model is not offloaded.
-        UsageError: an unknown split.
-    """
-    engine = engine_of(model)
-    return Shares(engine.ranks, split, busy_by(engine.ledger))
-
-
-def snapshot(model: nn.Module) -> Snapshot:
-    """What each tier holds, what each link moved and where time went, since `offload`."""
-    return engine_of(model).ledger.snapshot()
-
-
-def release(model: nn.Module) -> None:
-    """Close files and threads and give all memory back. A save under way is committed first.
-
-    The model's parameters have no values afterwards: calling it raises `StateError`, and only `offload` with
-    ``weights`` brings it back.
-    """
-    reference = _engines.pop(model, None)
-    engine = None if reference is None else reference()
-    if engine is not None:
-        try:
-            engine.updates.preserver.finish()
-        finally:
-            engine.shut()
-            engine.ranks.leave()
-            _released[model] = model.register_forward_pre_hook(_refuse_released)
-        engine.updates.preserver.report()
-
-
-def _refuse_released(module: nn.Module, args: Any) -> None:
-    raise StateError("this model was released and its parameters have no values: build or load it again")

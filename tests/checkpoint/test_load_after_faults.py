@@ -15,9 +15,9 @@ import outcore
 from checkpoint.runs import STACK, TIGHT, offloaded, train, weights
 from faulty import Fault, FaultyFile
 from outcore.checkpoint import states
-from outcore.engine import engine_of
 from outcore.errors import CorruptionError, OutcoreError, TierError
 from outcore.memory.refusal import allocating, typed
+from outcore.offloaded import engine_of
 from outcore.optim.pipeline import Pipeline
 
 

@@ -41,7 +41,7 @@ from outcore.checkpoint import saving as saving_module
 from outcore.checkpoint.files import Files
 from outcore.checkpoint.flow import Flow
 from outcore.checkpoint.saving import Saving
-from outcore.engine import engine_of
+from outcore.offloaded import engine_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:step skipped")
 

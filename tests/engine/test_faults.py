@@ -14,8 +14,8 @@ import outcore
 from engine.twin import adamw
 from exact.shapes import Stack
 from faulty import KINDS, Fault, FaultyFile, Kind, Operation, install
-from outcore.engine import engine_of
 from outcore.errors import OutcoreError
+from outcore.offloaded import engine_of
 
 HOST = "2MiB"
 CHUNK = "128KiB"  # 64 Ki elements in bf16

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import outcore
 from exact.families import FAMILIES
-from outcore.engine import engine_of
 from outcore.errors import BudgetError
+from outcore.offloaded import engine_of
 from outcore.planning import prelude
 from outcore.planning.rehearsal import rehearse
 from outcore.trace.profile import Profile

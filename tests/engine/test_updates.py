@@ -14,9 +14,10 @@ import torch
 import outcore
 from engine.twin import Run, adamw, floats, same, small
 from outcore.chunks.pool import Pool
-from outcore.engine import Engine, engine_of
+from outcore.engine import Engine
 from outcore.errors import TierError
 from outcore.memory.disk import DiskTier
+from outcore.offloaded import engine_of
 from outcore.optim.due import Update
 from outcore.optim.pipeline import Pipeline
 

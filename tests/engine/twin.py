@@ -19,7 +19,8 @@ from torch import nn
 import outcore
 from exact.reference import InMemory
 from exact.shapes import WIDTH, Stack
-from outcore.engine import Engine, engine_of
+from outcore.engine import Engine
+from outcore.offloaded import engine_of
 from outcore.optim.optimizer import Optimizer
 from outcore.optim.scaling import LossScale
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import outcore
 from exact.families import FAMILIES
 from exact.shapes import SHAPES, Shape, built
-from outcore.engine import engine_of
+from outcore.offloaded import engine_of
 
 SEEN = 256
 """Bytes: torch tells cuBLASLt an operand's alignment up to here, and the choice of an algorithm may hang on it."""

@@ -19,11 +19,11 @@ from exact.reference import Loop, Result, in_memory, offloaded
 from exact.shapes import SHAPES, Shape, built
 from exact.test_matrix import adamw
 from outcore.chunks.pool import Access
-from outcore.engine import engine_of
 from outcore.errors import OutcoreError, StateError
 from outcore.memory.device import Streams
 from outcore.model.descent import Descent
 from outcore.model.device_stage import DeviceStage
+from outcore.offloaded import engine_of
 
 pytestmark = pytest.mark.emulated
 

@@ -15,11 +15,11 @@ from torch import nn
 
 import outcore
 from emulated import accelerator
-from outcore.engine import engine_of
 from outcore.errors import BudgetError
 from outcore.model.device_stage import DeviceStage
 from outcore.model.gathering import Gathering
 from outcore.model.host_frames import HostFrames
+from outcore.offloaded import engine_of
 from parallel.loops import Way, stack, train
 from parallel.test_parallel_bytes import held, large, steps
 from parallel.together import Place

@@ -136,8 +136,8 @@ def one_raises(place: Place) -> None:
     optimizer = offloaded(model, Way(place.settings["stage"]), place)
     train(model, optimizer, Way(steps=1, clip=None), place)
     if place.rank == 1:
-        from outcore.engine import engine_of
         from outcore.errors import DiskReadError
+        from outcore.offloaded import engine_of
 
         def broken(*args: Any) -> Any:
             raise DiskReadError("this disk is gone")

@@ -13,7 +13,7 @@ from torch import nn
 
 import outcore
 from exact.shapes import Stack
-from outcore.engine import engine_of
+from outcore.offloaded import engine_of
 from parallel.loops import Way, offloaded, train
 from parallel.test_parallel_matrix import off, same
 from parallel.together import Place, Team, alone, values

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import outcore
-from outcore.engine import engine_of
 from outcore.errors import PeerError, UsageError
 from outcore.model.shares import Shares
+from outcore.offloaded import engine_of
 from parallel.devices import Lift, computing_on, lifted
 from parallel.loops import ROWS, Way, inputs, stack
 from parallel.test_parallel_matrix import off

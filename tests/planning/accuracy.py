@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.engine import engine_of
 from outcore.memory.budget import Budget
 from outcore.memory.sizes import parse_size
+from outcore.offloaded import engine_of
 from outcore.planning.least import least
 from outcore.planning.machine import Machine
 from outcore.planning.outcome import Limits, Outcome

@@ -9,8 +9,8 @@ from torch import nn
 import outcore
 from exact.families import FAMILIES
 from exact.shapes import Shape
-from outcore.engine import engine_of
 from outcore.errors import ModelError
+from outcore.offloaded import engine_of
 from outcore.planning.recorder import CATEGORIES, WITHIN, Span
 from outcore.planning.subject import Subject
 from planning.accuracy import Case

@@ -12,9 +12,9 @@ from torch import nn
 
 import outcore
 from exact.families import FAMILIES
-from outcore.engine import engine_of
 from outcore.errors import BudgetError, ModelError, UsageError
 from outcore.integrations.shapes import shape
+from outcore.offloaded import engine_of
 from outcore.optim.kernels import AdamRule, SGDRule
 from outcore.planning.outcome import Limits
 from outcore.planning.rehearsal import rehearse

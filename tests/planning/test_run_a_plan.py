@@ -11,8 +11,8 @@ import torch
 
 import outcore
 from exact.families import FAMILIES
-from outcore.engine import engine_of
 from outcore.errors import UsageError
+from outcore.offloaded import engine_of
 from planning.accuracy import CPU, EMU, off
 
 LLAMA = FAMILIES[1]

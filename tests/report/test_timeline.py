@@ -13,9 +13,9 @@ import torch
 from recorded import UNITS, offloaded, step
 
 import outcore
-from outcore.engine import engine_of
 from outcore.errors import StateError, TierError
 from outcore.memory.ledger import Ledger
+from outcore.offloaded import engine_of
 from outcore.report.shares import busy, fillings, uses
 from outcore.report.timeline import Level, Record, Span, Timeline
 from outcore.report.tracer import parse_steps, timeline_of

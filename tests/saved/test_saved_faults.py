@@ -15,8 +15,8 @@ import outcore
 from engine.twin import adamw, assert_idle, floats
 from exact.shapes import Stack
 from faulty import Fault, FaultyFile, Kind, Operation, install
-from outcore.engine import engine_of
 from outcore.errors import OutcoreError
+from outcore.offloaded import engine_of
 
 POINTS = 3
 """Operations of a sweep that fail, spread over all of a step."""

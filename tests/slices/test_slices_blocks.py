@@ -12,12 +12,12 @@ from torch import nn
 
 import outcore
 from exact.families import bert, gpt2, llama, t5, vit
-from outcore.engine import engine_of
 from outcore.errors import ModelError
 from outcore.model.activations import treat_blocks, ways_of
 from outcore.model.slices.block import recompute_in_slices
 from outcore.model.trees import take_apart
 from outcore.model.units import discover
+from outcore.offloaded import engine_of
 from slices.comparing import WIDTH, Around, compare, rows, sliced
 
 

@@ -17,8 +17,8 @@ from exact.families import FAMILIES
 from exact.reference import Loop, Result, in_memory, offloaded
 from exact.shapes import SHAPES, Batch, Block, Shape, built
 from exact.test_matrix import adamw
-from outcore.engine import engine_of
 from outcore.errors import BudgetError
+from outcore.offloaded import engine_of
 
 MIXING = {"dicts", "experts", "convolutions"}
 SLICED = [shape for shape in SHAPES + FAMILIES if shape.name not in MIXING]

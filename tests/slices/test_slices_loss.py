@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 import outcore
 from exact.families import bert, gpt2, llama, t5, vit
-from outcore.engine import engine_of
 from outcore.errors import ModelError, StateError
 from outcore.model.slices.heads import KNOWN, slice_loss, slices_loss
 from outcore.model.slices.loss import summed_cross_entropy
+from outcore.offloaded import engine_of
 
 VOCABULARY, ROWS, LENGTH = 211, 4, 24
 

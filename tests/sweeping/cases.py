@@ -27,8 +27,8 @@ from engine.twin import adamw
 from exact.shapes import Stack
 from faulty import KINDS, Fault, FaultyFile, install
 from outcore.checkpoint import files as seam
-from outcore.engine import engine_of
 from outcore.errors import OutcoreError
+from outcore.offloaded import engine_of
 from sweeping.allocations import Allocations
 
 HOST, CHUNK = "2MiB", "128KiB"

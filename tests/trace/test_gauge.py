@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.engine import engine_of
 from outcore.errors import BudgetError
+from outcore.offloaded import engine_of
 
 
 def model() -> nn.Module:

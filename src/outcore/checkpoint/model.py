@@ -10,8 +10,9 @@ from torch import nn
 from outcore.checkpoint.manifest import Manifest, StoredOptimizer, StoredParameter
 from outcore.checkpoint.pieces import dtype_name
 from outcore.checkpoint.states import bindings, moment_names
-from outcore.engine import Engine, engine_of
+from outcore.engine import Engine
 from outcore.errors import CheckpointError, ModelError, StateError, UsageError
+from outcore.offloaded import engine_of
 from outcore.optim.foreign import Foreign
 from outcore.optim.optimizer import Optimizer
 

@@ -19,8 +19,8 @@ from outcore.checkpoint.reader import opened, verify
 from outcore.checkpoint.save import begin
 from outcore.checkpoint.saving import Saving
 from outcore.checkpoint.writer import discard, sweep
-from outcore.engine import engine_of
 from outcore.errors import CheckpointError, DiskReadError, TierError, UsageError
+from outcore.offloaded import engine_of
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})", re.ASCII)
 

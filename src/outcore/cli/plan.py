@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outcore.engine import engine_of
 from outcore.memory import cores
 from outcore.memory.sizes import format_size
 from outcore.model.slices.heads import runs_loss_in_slices
+from outcore.offloaded import engine_of
 from outcore.report.metrics import has_tensorboard
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ class Launch:
 
     def agreed(self, model: Any, loss: float, stopped: bool) -> tuple[float, bool]:
         """The mean of all ranks' losses, each weighed by its rows, and whether any of them is to stop."""
-        from outcore.engine import engine_of
+        from outcore.offloaded import engine_of
 
         words = engine_of(model).ranks.words(struct.pack("<d?", loss, stopped), "the end of a step")
         said = [struct.unpack("<d?", word) for word in words]

@@ -202,10 +202,10 @@ def run_rank(settings: Settings, launch: Launch) -> None:
     from outcore.cli.rehearsing import rehearsed
     from outcore.cli.searching import searched
     from outcore.cli.steps import Steps
-    from outcore.engine import engine_of
     from outcore.integrations.transformers import build
     from outcore.memory.device import find
     from outcore.model.policies import read_activations
+    from outcore.offloaded import engine_of
     from outcore.report.console import make_console
     from outcore.report.metrics import check_writable
     from outcore.report.tracer import parse_steps

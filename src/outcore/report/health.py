@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from outcore.checkpoint import rng
-from outcore.engine import engine_of
 from outcore.model.trees import tensors_of
+from outcore.offloaded import engine_of
 
 
 @torch.no_grad()

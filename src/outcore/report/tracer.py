@@ -12,8 +12,8 @@ from types import TracebackType
 
 from torch import nn
 
-from outcore.engine import engine_of
 from outcore.errors import TierError, UsageError
+from outcore.offloaded import engine_of
 from outcore.report.chrome import NAME, to_trace
 from outcore.report.timeline import Record, Timeline
 
