@@ -60,7 +60,7 @@ class DiskTier:
         *,
         ledger: Ledger,
         budget: int | Sequence[int],
-        threads: int = 4,
+        threads: int = 6,
         request_bytes: int = 4 << 20,
         queue_bytes: int = 256 << 20,
         checksum: bool = True,
