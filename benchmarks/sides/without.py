@@ -11,6 +11,7 @@ from outcore.chunks.holdings import Holdings
 from outcore.chunks.pool import Pool
 from outcore.chunks.replacers import LRU, Belady
 from outcore.memory.disk import DiskTier
+from outcore.model import sites
 from outcore.optim.kernels import AdamRule, choice
 
 
@@ -28,7 +29,7 @@ def _no_read_ahead() -> None:
 
 
 def _lru() -> None:
-    engine.Belady = lambda schedule: LRU()  # type: ignore[assignment,misc]
+    sites.Belady = lambda schedule: LRU()  # type: ignore[assignment,misc]
 
 
 def _full_master() -> None:
@@ -53,7 +54,7 @@ def _no_checksums() -> None:
 
 
 def _whole_units() -> None:
-    engine.Residents = lambda schedule, room: Belady(schedule)  # type: ignore[assignment,misc]
+    sites.Residents = lambda schedule, room: Belady(schedule)  # type: ignore[assignment,misc]
 
 
 WITHOUT: dict[str, tuple[str, Callable[[], None]]] = {

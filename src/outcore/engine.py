@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from outcore.chunks.pool import Pool
-from outcore.chunks.replacers import Belady
 from outcore.errors import ModelError, StateError
 from outcore.memory import ending
 from outcore.memory.budget import Limits
@@ -46,7 +45,6 @@ from outcore.planning.minimum import check, needs
 from outcore.planning.prelude import prelude
 from outcore.trace.clock import Clock
 from outcore.trace.profile import Profile
-from outcore.trace.residents import Residents
 from outcore.trace.schedule import Schedule
 
 
@@ -84,7 +82,7 @@ class Engine:
             self.ledger.budget["disk"] = disk_bytes
         self.disk = DiskTier.open(limits.disk, ledger=self.ledger) if limits.disk else None
         schedule = Schedule()
-        replacer = Belady(schedule) if optimizer else Residents(schedule, lambda: self.pool.floor)
+        replacer = site.replacer(schedule, optimizer is not None, lambda: self.pool.floor)
         self.pool = Pool(self.ledger, self.disk, limits.host, schedule, replacer, prefetch, found.working)
         self.clock = Clock(schedule, self.pool)
         stores = [store for unit in self.units for store in unit.stores]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -172,3 +173,32 @@ def test_chunks_of_different_sizes_share_frames_within_the_ceiling(
     pool.close()
     disk.close()
     assert ledger.held("host") == 0
+
+
+def test_a_smaller_chunk_in_the_pages_of_a_larger_one_makes_room(pool: Pool) -> None:
+    old, new = framed(4, 3)
+    write(pool, old)
+    pool.discard([old])
+    pool._room.reserved = PAGE  # more is held than may be, and nothing was asked to leave yet
+    with pool.guard([new], Access.READ):
+        assert pool.used == 3 * PAGE
+
+
+def test_a_gradient_that_is_to_come_does_not_stop_the_reading(pool: Pool) -> None:
+    chunks = framed(1, 1, 1, 1)
+    write(pool, *chunks)
+    others = framed(1, 1, 1, 1)
+    write(pool, *others)
+    pool.discard(others)
+    (gradient,) = framed(1)
+    with pool.lock:
+        schedule: Any = pool._order
+        for _ in range(2):
+            schedule.begin("lap")
+            for k, each in enumerate((gradient, *chunks)):
+                schedule.advance(k, [each])
+        schedule.begin("lap")
+        assert not chunks[0].on_host
+        pool.advance()
+    pool.quiesce()
+    assert chunks[0].on_host

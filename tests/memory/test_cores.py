@@ -60,6 +60,15 @@ def test_what_a_launcher_has_bound_is_not_divided_again(tmp_path: Path) -> None:
     assert share(rank(1, 2), own, root) == Cores(8, own, 1, 2)
 
 
+def test_ranks_of_a_container_share_its_processors(tmp_path: Path) -> None:
+    root = node(tmp_path, "0-63", "0-63")  # the machine's, as it shows within
+    own = frozenset(range(8))
+    assert share(rank(1, 4), own, root, launcher=own).count == 2
+    assert (
+        share(rank(1, 4), own, root, launcher=frozenset(range(32))).count == 8
+    )  # bound by whoever started it
+
+
 def test_an_affinity_narrower_than_the_node_counts(tmp_path: Path) -> None:
     assert share({}, frozenset({2, 3}), node(tmp_path, "0-15", "0-15")).count == 2
 

@@ -19,6 +19,7 @@ from exact.shapes import WIDTH, Block, Stack
 from outcore.engine import Engine
 from outcore.errors import ModelError, UsageError
 from outcore.model.policies import read_activations
+from outcore.offloaded import engine_of
 
 OFFLOAD = outcore.Activations("offload")
 WAYS = pytest.mark.parametrize("way", ["offload", "recompute+offload"])
@@ -244,3 +245,44 @@ def wide(blocks: int) -> nn.Module:
     model = small()
     model.blocks = nn.ModuleList(Wide() for _ in range(blocks))
     return model
+
+
+class Prepared(torch.autograd.Function):
+    """Makes its gradient in forward, and hands the very tensor that was saved to backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.full_like(x, 2.0))
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (saved,) = ctx.saved_tensors
+        return saved  # type: ignore[no-any-return]
+
+
+class Preparing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Prepared.apply(self.linear(x))  # type: ignore[no-any-return]
+
+
+def test_a_gradient_that_is_what_was_saved_is_let_go(tmp_path: Path) -> None:
+    model = nn.Sequential(*(Preparing() for _ in range(4)))
+    optimizer = outcore.AdamW(model.parameters())
+    budget = outcore.Budget(host="8MiB", disk=tmp_path)
+    outcore.offload(model, optimizer, budget=budget, activations=OFFLOAD, device="cpu")
+    engine = engine_of(model)
+    for _ in range(3):
+        model(torch.ones(512, 256)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        assert engine.saver is not None
+        engine.saver.sweep()
+        engine.settle()
+        assert engine.pool.pinned == engine.stage._occupied  # type: ignore[attr-defined]
+    outcore.release(model)

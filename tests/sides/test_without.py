@@ -12,6 +12,7 @@ from outcore import engine
 from outcore.chunks.holdings import Holdings
 from outcore.chunks.pool import Pool
 from outcore.memory.disk import DiskTier
+from outcore.model import sites
 from outcore.optim.kernels import AdamRule, choice
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -22,7 +23,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that ideas are turned off by is as it was afterwards."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     for owner, name in (
-        (engine, "Pipeline"), (engine, "Belady"), (engine, "Residents"), (Pool, "_pump"), (Holdings, "empty"),
+        (engine, "Pipeline"), (sites, "Belady"), (sites, "Residents"), (Pool, "_pump"), (Holdings, "empty"),
         (AdamRule, "can_split"), (choice, "_compiled"), (DiskTier, "__init__"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, vars(owner)[name])

@@ -56,7 +56,7 @@ ON_HOST = frozenset({Residence.READING, Residence.CLEAN, Residence.DIRTY, Reside
 
 @dataclass(eq=False)
 class Chunk:
-    """A piece of memory with a fixed address on the host and, once written out, an extent on disk.
+    """A piece of memory with a place on the host and, once written out, an extent on disk.
 
     Only the `Pool` changes the fields below `region`, and only under its lock.
 

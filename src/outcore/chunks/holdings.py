@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from outcore.chunks.chunk import Chunk, Residence
 from outcore.memory.frames import Framed
@@ -72,11 +73,12 @@ class Holdings:
             chunk.region.tensor.zero_()
 
     def missing(self, chunks: Sequence[Chunk]) -> int:
-        """Bytes that these chunks need beside what is held, if they come in this order."""
-        return sum(
-            max(0, chunk.nbytes - (0 if donor is None else donor.nbytes))
+        """The most bytes these chunks take beside what is held, as they come in this order; may be below 0."""
+        more = (
+            chunk.nbytes - (0 if donor is None else donor.nbytes)
             for chunk, donor in zip(chunks, self._donors(chunks), strict=True)
         )
+        return max(accumulate(more), default=0)
 
     def give_back(self, chunk: Chunk, to: Residence) -> None:
         """A chunk leaves the host, and so do its pages."""

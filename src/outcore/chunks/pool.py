@@ -361,16 +361,17 @@ class Pool:
         if not self._prefetch or not self._holds_idle or self._closed or self._disk is None:
             return
         horizon = self._room.clear // 4
-        absent, distance = list[Chunk](), 0
+        absent, distance, full = list[Chunk](), 0, False
         try:
             for distance, chunk in self._order.upcoming():
                 horizon -= chunk.nbytes
                 if horizon < 0 and distance > NEAR:
                     break
-                reading = chunk.residence is Residence.DISK and chunk.error is None and not absent
-                if reading and self._room.make(distance, newcomers=(chunk,), ahead=True):
-                    self._begin_read(chunk)
-                elif not chunk.on_host:
+                if chunk.residence is Residence.DISK and chunk.error is None and not full:
+                    full = not self._room.make(distance, newcomers=(chunk,), ahead=True)
+                    if not full:
+                        self._begin_read(chunk)
+                if not chunk.on_host:
                     absent.append(chunk)
             self._room.write_behind(absent, distance)
         except TierError as error:

@@ -63,17 +63,24 @@ class Cores:
         )
 
 
-def share(environment: Mapping[str, str], allowed: frozenset[int], root: Path = Path("/")) -> Cores:
+def share(
+    environment: Mapping[str, str],
+    allowed: frozenset[int],
+    root: Path = Path("/"),
+    launcher: frozenset[int] | None = None,
+) -> Cores:
     """What a process may use.
 
     Args:
         environment: with torchrun's ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, if it is one of several.
         allowed: the processors of its affinity.
         root: where ``/proc`` and ``/sys`` are found; for tests.
+        launcher: the processors of whoever started it; by default all. In a container ``/sys`` shows the machine's, and
+            an affinity as wide as the launcher's is the container's, which its ranks share.
     """
     ranks, rank = _number(environment, "LOCAL_WORLD_SIZE", 1), _number(environment, "LOCAL_RANK", 0)
     nodes = {number: cpus & allowed for number, cpus in _nodes(root).items() if cpus & allowed}
-    online = _listed(root / "sys/devices/system/cpu/online") or allowed
+    online = launcher or _listed(root / "sys/devices/system/cpu/online") or allowed
     node = None
     if ranks > 1 and len(allowed) * ranks <= len(online):  # bound by the launcher
         count = len(allowed)
@@ -99,7 +106,15 @@ def ours() -> Cores:
         allowed = frozenset(os.sched_getaffinity(0))
     else:
         allowed = frozenset(range(os.cpu_count() or 1))
-    return share(os.environ, allowed)
+    return share(os.environ, allowed, launcher=_affinity(os.getppid()))
+
+
+def _affinity(process: int) -> frozenset[int] | None:
+    """Where a process may run; ``None`` if that can't be known."""
+    try:
+        return frozenset(os.sched_getaffinity(process))
+    except (AttributeError, OSError):
+        return None
 
 
 def keep_to_node() -> None:

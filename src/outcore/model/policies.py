@@ -28,7 +28,7 @@ _DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype in which a model computes. Masters and moments are always fp32.
+    """The dtype in which a model computes. Masters are always fp32.
 
     Attributes:
         compute: ``"bf16"`` (default), ``"fp16"`` with dynamic loss scaling (use `Optimizer.backward`),

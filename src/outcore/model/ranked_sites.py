@@ -6,12 +6,13 @@ from and where parameters are gathered to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from outcore.chunks.layout import Run
 from outcore.chunks.pool import Pool
+from outcore.chunks.replacers import Belady, Replacer
 from outcore.chunks.store import Reserve, RunStore, Span, gradient_store
 from outcore.errors import UsageError
 from outcore.memory.budget import Budget, Limits
@@ -32,10 +33,17 @@ from outcore.model.unit import Extra, Unit
 from outcore.model.weights import Compared, Source
 from outcore.optim.gradients import Gradients
 from outcore.optim.kernels import workers
-from outcore.optim.reduction import Reduction, largest_own_chunk, own_gradient_bytes, staging_bytes
+from outcore.optim.reduction import (
+    Reduction,
+    largest_own_chunk,
+    own_gradient_bytes,
+    staging_bytes,
+    wider_bytes,
+)
 from outcore.optim.updates import Updates
 from outcore.parallel.ranks import Ranks, World
 from outcore.trace.clock import Clock
+from outcore.trace.schedule import Schedule
 
 
 class Joined:
@@ -67,7 +75,9 @@ class Joined:
         size = self._world.slices.size
         stores = [store for unit in units for store in unit.stores]
         working = staging_bytes(stores, size) + largest_own_chunk(stores)
-        gradients = 0 if self._eager else sum(own_gradient_bytes(store) for store in stores)
+        sums_at_step = self._world.sharding.sums == "step"
+        gradients = 0 if self._eager else sum(own_gradient_bytes(store, sums_at_step) for store in stores)
+        gradients += sum(wider_bytes(store) for store in stores)
 
         def frame(unit: Unit) -> int:
             return sum(frame_bytes(store, size) for store in unit.stores)
@@ -81,6 +91,9 @@ class Joined:
 
     def source(self, source: Source) -> Source:
         return Compared(source, self._world)
+
+    def replacer(self, schedule: Schedule, trains: bool, room: Callable[[], int]) -> Replacer:
+        return Belady(schedule)  # what is gathered ahead takes room that an even share would keep from it
 
     def carrier(self, pool: Pool, ledger: Ledger) -> Carrier:
         raise UsageError("several ranks can't offload activations yet: let blocks keep or recompute them")

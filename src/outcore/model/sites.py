@@ -14,12 +14,13 @@ import torch
 
 from outcore.chunks.layout import Run
 from outcore.chunks.pool import Pool
+from outcore.chunks.replacers import Belady, Replacer
 from outcore.chunks.store import Reserve, RunStore, Span, span_bytes
 from outcore.errors import UsageError
 from outcore.memory.budget import Limits
 from outcore.memory.device import Streams
 from outcore.memory.frames import Frames
-from outcore.memory.heap import give_back
+from outcore.memory.heap import give_back, keep_within
 from outcore.memory.host import Region, reserve
 from outcore.memory.ledger import Ledger
 from outcore.memory.pinned import PinnedMemory
@@ -36,6 +37,8 @@ from outcore.optim.updates import Updates
 from outcore.parallel.ranks import Alone, Ranks
 from outcore.trace.clock import Clock
 from outcore.trace.gauge import Gauge, MeteredGauge
+from outcore.trace.residents import Residents
+from outcore.trace.schedule import Schedule
 
 Outside = Callable[[int], None]
 
@@ -63,6 +66,13 @@ class Site(Protocol):
 
     def plain(self) -> Reserve:
         """Places for chunks that only the host reads and writes."""
+
+    def replacer(self, schedule: Schedule, trains: bool, room: Callable[[], int]) -> Replacer:
+        """Who leaves the host first.
+
+        Args:
+            room: bytes for chunks.
+        """
 
     def settle(self, run: Run, store: RunStore) -> None:
         """The run that a span was last asked for became this store."""
@@ -109,6 +119,9 @@ class Lone:
     def plain(self) -> Reserve:
         return self._frames.place
 
+    def replacer(self, schedule: Schedule, trains: bool, room: Callable[[], int]) -> Replacer:
+        return Belady(schedule) if trains else Residents(schedule, room)
+
 
 class HostSite(Lone):
     """The CPU computes where the chunks lie."""
@@ -152,6 +165,8 @@ class HostSite(Lone):
 
     def gauge(self, stage: Stage, pool: Pool, ledger: Ledger, roomy: bool, outside: Outside) -> Gauge:
         settled = _nothing if roomy else give_back
+        if not roomy:
+            keep_within(self._limits.host)
         tell = partial(self.ranks.tell, "the activations of a pass")
         return MeteredGauge(
             self.device, "host", pool, ledger, self._limits.host, roomy, outside, settled, tell

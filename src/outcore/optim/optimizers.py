@@ -118,7 +118,6 @@ class Lion(Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         maximize: bool = False,
-        moments: Moments = "fp32",
     ) -> None:
         _check(lr=lr, weight_decay=weight_decay, beta1=betas[0], beta2=betas[1])
         defaults = dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)

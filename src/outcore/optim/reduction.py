@@ -187,9 +187,19 @@ def staging_bytes(stores: Mapping[RunStore, RunStore] | Sequence[RunStore], rank
     return max(counts, default=ALIGN) * (2 * ranks * 4 + 4)
 
 
-def own_gradient_bytes(store: RunStore) -> int:
-    """What one backward's gradients of a whole run take before ranks sum them; nothing if it is not trained."""
-    return store.run.entire.nbytes if store.run.trained else 0
+def own_gradient_bytes(store: RunStore, summed: bool) -> int:
+    """What this rank's gradients of a whole run take before ranks sum them; nothing if it is not trained.
+
+    Args:
+        summed: they are sums over the passes of a step, in fp32.
+    """
+    run = store.run.entire
+    return run.numel * (4 if summed else run.dtype.itemsize) if run.trained else 0
+
+
+def wider_bytes(store: RunStore) -> int:
+    """How much more the sums over ranks of what is kept take, in fp32, than gradients in the run's dtype."""
+    return sum(c.nbytes for c in store.totals) - sum(c.nbytes for c in store.gradients)
 
 
 def largest_own_chunk(stores: Sequence[RunStore]) -> int:

@@ -99,7 +99,7 @@ class Blueprint:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Inside, no module of the model itself can be called by this thread."""
+        """Inside, no module of the model itself can be called."""
         ours = set(self._model.modules())
 
         def refuse(module: nn.Module, args: Any) -> None:

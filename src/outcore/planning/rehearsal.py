@@ -97,7 +97,7 @@ class Rehearsal:
         size = asked.microbatch or rows
         while size > 1:
             size = max(d for d in range(1, size) if rows % d == 0)
-            if self._fits(rows, Activations("recompute", size, asked.loss_slice), limits):
+            if self._fits(rows, Activations("recompute", size, asked.loss_slice, asked.units), limits):
                 yield f"recompute in slices of {size} (microbatch)"
                 break
         size = rows

@@ -15,7 +15,7 @@ enough; more would hold more and fetch no less.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outcore.model.policies import Activations
 
@@ -108,7 +108,7 @@ def dominates(known: Settings, other: Settings) -> bool:
     sliced = mine.microbatch is not None
     return (
         known.chunk_bytes == other.chunk_bytes
-        and mine.blocks == others.blocks
+        and replace(mine, microbatch=None) == replace(others, microbatch=None)
         and sliced == (others.microbatch is not None)
         and known.micro_batch > (1 if sliced else 2) * other.micro_batch
     )

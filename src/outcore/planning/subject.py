@@ -11,7 +11,7 @@ from torch import nn
 
 from outcore.errors import ModelError, UsageError
 from outcore.model.placement import wants_fp32
-from outcore.model.policies import Activations, Precision
+from outcore.model.policies import Activations, Precision, offloads
 from outcore.model.trees import tensors_of
 from outcore.model.unit import Unit
 from outcore.model.units import Point, discover
@@ -189,7 +189,11 @@ class Subject:
 
     def _by_depth(self, rows: int, activations: Activations) -> Trace | None:
         """As a few blocks of a deep model tell, if they do; see `outcore.planning.depth`."""
-        depth = None if self.patterns is not None else Depth.of(self.model, frozenset(self._numbers))
+        if self.patterns is not None or activations.units or offloads(activations.blocks):
+            return (
+                None  # names and numbers of units, which a shorter model has others of, mean something here
+            )
+        depth = Depth.of(self.model, frozenset(self._numbers))
         if depth is None:
             return None
         try:

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from outcore.chunks.chunk import Chunk
 from outcore.chunks.store import pages
 from outcore.model.saved import store
-from outcore.model.saved.views import layout_in, to_store
+from outcore.model.saved.views import Span, layout_in, spanned, to_store
 from outcore.model.unit import Unit
 from outcore.planning.recorder import Recorder
 
@@ -29,9 +29,13 @@ from outcore.planning.recorder import Recorder
 class _Entry:
     """Bytes stored once. ``held`` keeps them on a device, ``shown`` is what backward sees."""
 
-    nbytes: int
+    span: Span
     held: torch.Tensor | None = None
     shown: weakref.ref[torch.Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.span.nbytes
 
 
 @dataclass(eq=False)
@@ -59,7 +63,7 @@ class TracedSaver:
         self._model = model
         self._on_host = on_host
         self._groups: list[_Group] = []
-        self._known: dict[tuple[int, int], weakref.ref[_Entry]] = {}
+        self._known: dict[tuple[int, int], list[weakref.ref[_Entry]]] = {}
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -72,7 +76,8 @@ class TracedSaver:
             moves = tensor.numel() > 0 and to_store(tensor).nbytes >= store.SMALLEST
             if not moves or tensor.untyped_storage()._cdata in staying:
                 return tensor.detach()
-            return self._entry(group, tensor), layout_in(tensor, to_store(tensor))
+            entry = self._entry(group, tensor)
+            return entry, layout_in(tensor, entry.span)
 
         with saved_tensors_hooks(pack, self._unpack):
             yield
@@ -84,13 +89,14 @@ class TracedSaver:
     def _entry(self, group: _Group, tensor: torch.Tensor) -> _Entry:
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
-        found = self._known.get(key)
-        entry = None if found is None else found()
+        known = (found() for found in self._known.get(key, ()))
+        entry = next((e for e in known if e is not None and e.span.holds(spanned(tensor))), None)
         if entry is None:
-            entry = _Entry(to_store(tensor).nbytes, None if self._on_host else tensor.detach())
+            entry = _Entry(to_store(tensor), None if self._on_host else tensor.detach())
             group.entries.append(weakref.ref(entry))
-            self._known[key] = weakref.ref(entry)
-            weakref.finalize(storage, self._known.pop, key, None)
+            if key not in self._known:
+                weakref.finalize(storage, self._known.pop, key, None)
+            self._known.setdefault(key, []).append(weakref.ref(entry))
             self._recorder.stored(group.unit, pages(entry.nbytes))
         return entry
 

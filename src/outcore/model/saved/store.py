@@ -252,13 +252,11 @@ class SavedTensors:
             entry.chunk.error = None  # its traceback holds the graph, and the graph the chunk
             raise
         storage, entry.first = stored.untyped_storage(), int(stored.storage_offset())
-        unseen = self._unseen
-
-        def gone(_: object) -> None:
-            if guard is not None:
-                unseen.append(guard)
-
-        entry.shown = weakref.ref(storage, gone)
+        entry.shown = weakref.ref(storage)
+        if (
+            guard is not None
+        ):  # not by the entry's own reference, which goes with it: a gradient may live longer
+            weakref.finalize(storage, self._unseen.append, guard).atexit = False
         return storage
 
     def expected(self, unit: Unit) -> tuple[Chunk, ...]:
