@@ -225,9 +225,7 @@ class Pool:
                 and claim()
             )
             if ready:
-                for chunk in absent:
-                    chunk.error = None
-                    self._begin_read(chunk)
+                self._begin_reads(absent)
                 entered = True
         finally:
             if not entered:
@@ -414,11 +412,21 @@ class Pool:
     # -- transfers --------------------------------------------------------------------------------
 
     def _begin_read(self, chunk: Chunk) -> None:
-        self._held.take(chunk, Residence.READING)
+        self._begin_reads((chunk,))
+
+    def _begin_reads(self, chunks: Sequence[Chunk]) -> None:
+        """Read chunks for which there is room. All have theirs before the first read, which may be over at once."""
+        for chunk in chunks:
+            chunk.error = None
+            self._held.take(chunk, Residence.READING)
+        begun = 0
         try:
-            self._traffic.read(chunk, self._read_done)
+            for chunk in chunks:
+                self._traffic.read(chunk, self._read_done)
+                begun += 1
         except BaseException:
-            self._held.give_back(chunk, Residence.DISK)
+            for chunk in chunks[begun:]:
+                self._held.give_back(chunk, Residence.DISK)
             raise
 
     def _read_done(self, chunk: Chunk) -> None:

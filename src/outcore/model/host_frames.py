@@ -46,8 +46,8 @@ class HostFrames:
         self._fill(unit)
 
     def take_ahead(self, unit: Unit, distance: int) -> bool:
-        if not self._pool.borrow_ahead(self._bytes(unit), distance):
-            return False
+        if unit in self._held or not self._pool.borrow_ahead(self._bytes(unit), distance):
+            return False  # held: it was given back, and a copy out of it is still under way
         self._fill(unit)
         return True
 
