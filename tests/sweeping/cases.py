@@ -246,6 +246,15 @@ def expectation(run: Run, act: Callable[[Run], Any]) -> tuple[Any, dict[tuple[st
     return result, counts
 
 
+def opened_files() -> dict[str, str]:
+    """What each descriptor of this process is of."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the listing itself, for one
+            found[number] = os.readlink(f"/proc/self/fd/{number}")
+    return found
+
+
 def case(run: Run, act: Callable[[Run], Any], expected: Any, strike: Strike) -> str:
     """One case. What came of it: the name of a typed error, or ``same``.
 
@@ -253,7 +262,7 @@ def case(run: Run, act: Callable[[Run], Any], expected: Any, strike: Strike) -> 
         AssertionError: something is not as it must be.
     """
     run.cases += 1
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = opened_files()
     came = "same"
     with limited():
         try:
@@ -276,7 +285,8 @@ def case(run: Run, act: Callable[[Run], Any], expected: Any, strike: Strike) -> 
         assert same(state(run.model), run.first), "the checkpoint before was not restored"
         run.rest()
         run.check_target(must=came == "same" and act in (saving, saving_beside))
-    assert len(os.listdir("/proc/self/fd")) == descriptors, "a descriptor is left"
+    left = {number: name for number, name in opened_files().items() if descriptors.get(number) != name}
+    assert not left, f"descriptors are left: {left}"
     return came
 
 
@@ -338,7 +348,8 @@ def begin_case(folder: Path, expected: Any, strike: Strike) -> str:
             assert left[0] == expected[0], "other losses"
             assert same(left[1], expected[1]), "other weights"
     assert threading.active_count() == threads, "a thread is left"
-    assert len(os.listdir("/proc/self/fd")) == descriptors, "a descriptor is left"
+    left = {number: name for number, name in opened_files().items() if descriptors.get(number) != name}
+    assert not left, f"descriptors are left: {left}"
     return came
 
 
