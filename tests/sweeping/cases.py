@@ -334,7 +334,7 @@ def begin_counts(folder: Path) -> tuple[Any, dict[tuple[str, str], int]]:
 
 def begin_case(folder: Path, expected: Any, strike: Strike) -> str:
     """As `case`, of a whole run."""
-    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    threads, descriptors = threading.active_count(), opened_files()
     of_memory = strike.place == "memory"
     faults = [] if of_memory else [Fault(strike.operation, strike.at, strike.kind, strike.forever)]  # type: ignore[arg-type]
     memory = Allocations(*((strike.at, strike.forever) if of_memory else ()))
