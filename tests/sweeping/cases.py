@@ -334,7 +334,7 @@ def begin_counts(folder: Path) -> tuple[Any, dict[tuple[str, str], int]]:
 
 def begin_case(folder: Path, expected: Any, strike: Strike) -> str:
     """As `case`, of a whole run."""
-    threads, descriptors = threading.active_count(), opened_files()
+    threads, descriptors = set(threading.enumerate()), opened_files()
     of_memory = strike.place == "memory"
     faults = [] if of_memory else [Fault(strike.operation, strike.at, strike.kind, strike.forever)]  # type: ignore[arg-type]
     memory = Allocations(*((strike.at, strike.forever) if of_memory else ()))
@@ -347,7 +347,8 @@ def begin_case(folder: Path, expected: Any, strike: Strike) -> str:
         else:
             assert left[0] == expected[0], "other losses"
             assert same(left[1], expected[1]), "other weights"
-    assert threading.active_count() == threads, "a thread is left"
+    running = [thread.name for thread in threading.enumerate() if thread not in threads]
+    assert not running, f"threads are left: {running}"
     left = {number: name for number, name in opened_files().items() if descriptors.get(number) != name}
     assert not left, f"descriptors are left: {left}"
     return came
