@@ -25,6 +25,13 @@ Disk = Annotated[
     typer.Option(metavar="DIR[:SIZE]", help="A directory for what does not fit in DRAM; may be repeated."),
 ]
 Precision = Annotated[str, typer.Option(help="The dtype to compute in: bf16, fp16 or fp32.")]
+Optimizer = Annotated[
+    str,
+    typer.Option(
+        help="adamw, adam, sgd (momentum 0.9), lion or adagrad; adamw-bf16 and adamw-8bit keep narrower moments, not "
+        "exactly."
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of the first weights and of all that is drawn.")]
 
 

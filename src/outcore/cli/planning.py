@@ -47,9 +47,7 @@ def plan(
         int | None,
         typer.Option(help="Sequences of one forward and backward. By default what is fastest."),
     ] = None,
-    optimizer: Annotated[
-        str, typer.Option(help="adamw, adam, sgd (momentum 0.9), lion or adagrad.")
-    ] = "adamw",
+    optimizer: options.Optimizer = "adamw",
     precision: options.Precision = "bf16",
     activations: Annotated[
         str | None,

@@ -46,9 +46,7 @@ def train(
     batch_size: Annotated[int, typer.Option(help="Sequences of a batch.")] = 4,
     accumulate: Annotated[int, typer.Option(help="Batches of an optimizer step.")] = 1,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 40,
-    optimizer: Annotated[
-        str, typer.Option(help="adamw, adam, sgd (momentum 0.9), lion or adagrad.")
-    ] = "adamw",
+    optimizer: options.Optimizer = "adamw",
     lr: Annotated[
         float | None,
         typer.Option(

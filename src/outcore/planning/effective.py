@@ -109,7 +109,7 @@ def _budget(plan: Plan, asked: Budget) -> Budget:
 
 
 def check_fit(plan: Plan | None, model: nn.Module, optimizer: Optimizer | None, on_host: bool) -> None:
-    """Check that a plan is of this model, its optimizer, and a machine of this kind.
+    """Check that a plan is of a model with as many parameters, as many of them trained, and a machine of this kind.
 
     Raises:
         UsageError: it is of another.
