@@ -79,25 +79,10 @@ def offload(
         ModelError: a model or weights that don't fit together.
         BudgetError: the run can't fit; says what would.
     """
-    if model in _engines:
-        raise StateError("this model is offloaded already")
-    if model in _released and weights is None:
-        raise StateError(
-            "this model was released and its parameters have no values: build it again, or give "
-            "offload(..., weights=directory)"
-        )
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise UsageError(
-            f"offload() needs one of outcore's optimizers, not {type(optimizer).__name__}: use outcore.AdamW and "
-            f"the like, or outcore.Foreign(torch.optim.{type(optimizer).__name__}, model.parameters(), ...)"
-        )
-    engines = filter(None, (found() for found in _engines.values()))
-    taken = {b.parameter for engine in engines for unit in engine.units for b in unit.bindings}
-    if not taken.isdisjoint(model.parameters()):
-        raise StateError("parameters of this model are offloaded already, with another model")
+    own = _check(model, optimizer, weights)
     place = find(device)
     on_host = place.type == "cpu"
-    check_fit(plan, model, optimizer, on_host)
+    check_fit(plan, model, own, on_host)
     run = effective(
         plan,
         budget=budget,
@@ -107,13 +92,13 @@ def offload(
         chunk_size=chunk_size,
         prefetch=prefetch,
     )
-    if optimizer is not None:
-        optimizer.check_free()  # before anything is taken from the model
-    whole = optimizer is not None and optimizer.rule.whole_parameters
+    if own is not None:
+        own.check_free()  # before anything is taken from the model
+    whole = own is not None and own.rule.whole_parameters
     ranks = join(sharding, refusal(whole, plan is not None))
     with ranks.telling("the offload of the model"):
         site, limits = choose(place, run.budget, run.prefetch, ranks)
-        engine = Engine(model, optimizer, limits=limits, site=site, settings=run)
+        engine = Engine(model, own, limits=limits, site=site, settings=run)
         try:
             if weights is not None:
                 source: weights_of.Source = Directory(weights, model)
@@ -132,6 +117,33 @@ def offload(
     if model in _released:
         _released.pop(model).remove()
     return model
+
+
+def _check(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, weights: str | Path | None
+) -> Optimizer | None:
+    """The optimizer, which is one of outcore's.
+
+    Raises:
+        StateError, UsageError: this model, or this optimizer, can't be offloaded now.
+    """
+    if model in _engines:
+        raise StateError("this model is offloaded already")
+    if model in _released and weights is None:
+        raise StateError(
+            "this model was released and its parameters have no values: build it again, or give "
+            "offload(..., weights=directory)"
+        )
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"offload() needs one of outcore's optimizers, not {type(optimizer).__name__}: use outcore.AdamW and "
+            f"the like, or outcore.Foreign(torch.optim.{type(optimizer).__name__}, model.parameters(), ...)"
+        )
+    engines = filter(None, (found() for found in _engines.values()))
+    taken = {b.parameter for engine in engines for unit in engine.units for b in unit.bindings}
+    if not taken.isdisjoint(model.parameters()):
+        raise StateError("parameters of this model are offloaded already, with another model")
+    return optimizer
 
 
 def engine_of(model: nn.Module) -> Engine:

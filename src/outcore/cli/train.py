@@ -15,6 +15,7 @@ from outcore.cli.settings import EVERY, KEEP, TRACED, Settings, resume_command
 from outcore.errors import UsageError
 
 if TYPE_CHECKING:
+    from outcore.checkpoint.interrupts import Interrupts
     from outcore.cli.keeping import Previous
     from outcore.cli.ranks import Launch
     from outcore.cli.tokens import Given, Trained
@@ -190,7 +191,6 @@ def run_rank(settings: Settings, launch: Launch) -> None:
     import torch
 
     import outcore
-    from outcore.checkpoint.interrupts import GRACE
     from outcore.cli.batches import Batches
     from outcore.cli.files import Texts
     from outcore.cli.identity import facts, facts_of_data
@@ -249,11 +249,7 @@ def run_rank(settings: Settings, launch: Launch) -> None:
     expected = None
     if launch.size == 1:  # what a rank keeps of a step is not traced yet
         expected = rehearsed(settings, built, optimizer, budget, activations, device, plan)
-    grace = GRACE if settings.grace is None else settings.grace
-    patient = keeping is not None
-    interrupts = outcore.Interrupts(grace if patient else None, "this step" if patient else "this pass")
-    interrupts.hint = f"resume with: {command(settings)}" if patient else ""
-    with interrupts:
+    with _interrupts(settings, keeping is not None) as interrupts:
         outcore.offload(
             built.model,
             optimizer,
@@ -276,6 +272,17 @@ def run_rank(settings: Settings, launch: Launch) -> None:
             steps.run(device, tokenizer)
         finally:
             outcore.release(built.model)
+
+
+def _interrupts(settings: Settings, patient: bool) -> Interrupts:
+    """What a signal does: the step is finished and saved first, if there is where to."""
+    from outcore.checkpoint.interrupts import GRACE, Interrupts
+
+    if not patient:
+        return Interrupts(None, "this pass")
+    interrupts = Interrupts(GRACE if settings.grace is None else settings.grace, "this step")
+    interrupts.hint = f"resume with: {command(settings)}"
+    return interrupts
 
 
 def command(settings: Settings) -> str:
