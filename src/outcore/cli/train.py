@@ -276,11 +276,12 @@ def run_rank(settings: Settings, launch: Launch) -> None:
 
 def _interrupts(settings: Settings, patient: bool) -> Interrupts:
     """What a signal does: the step is finished and saved first, if there is where to."""
-    from outcore.checkpoint.interrupts import GRACE, Interrupts
+    import outcore
+    from outcore.checkpoint.interrupts import GRACE
 
     if not patient:
-        return Interrupts(None, "this pass")
-    interrupts = Interrupts(GRACE if settings.grace is None else settings.grace, "this step")
+        return outcore.Interrupts(None, "this pass")
+    interrupts = outcore.Interrupts(GRACE if settings.grace is None else settings.grace, "this step")
     interrupts.hint = f"resume with: {command(settings)}"
     return interrupts
 
