@@ -5,6 +5,9 @@ glibc gives the top of its heap back whenever twice its mapping threshold lies f
 next operator: on a small budget every page of the activations was found and cleared several times in a step (260,000
 faults of GPT-2 124M with 1,024 tokens, 150,000 without that: a tenth of the step). So it may keep a part of the host's
 budget, until the lap's end gives everything back.
+
+Where all chunks take a small part of the budget nothing needs the room, and the heap keeps all that it ever had,
+also the large results that otherwise have mappings of their own.
 """
 
 from __future__ import annotations
@@ -13,9 +16,12 @@ import ctypes
 import functools
 from typing import Any
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _MAPPED = 32 << 20
 """Bytes from which on a result has a mapping of its own: the most that glibc comes to by itself."""
+
+_MAPPINGS = 65536
+"""The most results that have one: what glibc begins with."""
 
 _LEAST, _MOST, _SHARE = 64 << 20, 128 << 20, 8
 """Free bytes at the top that are kept: a share of the host's budget, within these."""
@@ -26,7 +32,16 @@ def keep_within(budget: int) -> None:
     found = _library()
     if hasattr(found, "mallopt"):
         found.mallopt(_M_MMAP_THRESHOLD, _MAPPED)
+        found.mallopt(_M_MMAP_MAX, _MAPPINGS)
         found.mallopt(_M_TRIM_THRESHOLD, max(_LEAST, min(_MOST, budget // _SHARE)))
+
+
+def keep_all() -> None:
+    """Let the heap keep whatever is freed, until `keep_within` or `give_back`. Holds for the process."""
+    found = _library()
+    if hasattr(found, "mallopt"):
+        found.mallopt(_M_MMAP_MAX, 0)
+        found.mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def give_back() -> None:

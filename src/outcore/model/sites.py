@@ -20,7 +20,7 @@ from outcore.errors import UsageError
 from outcore.memory.budget import Limits
 from outcore.memory.device import Streams
 from outcore.memory.frames import Frames
-from outcore.memory.heap import give_back, keep_within
+from outcore.memory.heap import give_back, keep_all, keep_within
 from outcore.memory.host import Region, reserve
 from outcore.memory.ledger import Ledger
 from outcore.memory.pinned import PinnedMemory
@@ -165,7 +165,9 @@ class HostSite(Lone):
 
     def gauge(self, stage: Stage, pool: Pool, ledger: Ledger, roomy: bool, outside: Outside) -> Gauge:
         settled = _nothing if roomy else give_back
-        if not roomy:
+        if roomy:
+            keep_all()
+        else:
             keep_within(self._limits.host)
         tell = partial(self.ranks.tell, "the activations of a pass")
         return MeteredGauge(
