@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import outcore
+from outcore.model.policies import ActivationsName
+from outcore.optim.kernels import Moments
 from sides.models import MODELS, batch
 
 LR, BETAS, EPS, DECAY, CLIP = 1e-4, (0.9, 0.999), 1e-8, 0.1, 1.0
@@ -165,21 +167,26 @@ class Compute:
 class Outcore:
     """outcore on the tiers that its budget names; with a disk if the budget has no room for everything."""
 
-    def __init__(self, settings: Settings, disk: bool, microbatch: int | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        disk: bool,
+        microbatch: int | None = None,
+        way: ActivationsName = "recompute",
+        moments: Moments = "fp32",
+    ) -> None:
         if settings.ranks > 1:
             dist.init_process_group("gloo")
         self.model: Any = MODELS[settings.model].build()
         self.optimizer = outcore.AdamW(
-            self.model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY
+            self.model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, moments=moments
         )
         outcore.offload(
             self.model,
             self.optimizer,
             device=settings.device,
             budget=outcore.Budget(**settings.budget, disk=settings.disk if disk else None),
-            activations=outcore.Activations(
-                "recompute", microbatch=microbatch, loss_slice=settings.loss_slice
-            ),
+            activations=outcore.Activations(way, microbatch=microbatch, loss_slice=settings.loss_slice),
         )
         self.update = 0.0
 
@@ -223,6 +230,9 @@ def trainer(settings: Settings) -> Trainer:
         "outcore, disk": lambda: Outcore(settings, disk=True),
         "outcore, slices": lambda: Outcore(settings, disk=True, microbatch=1),
         "outcore, micro-batches": lambda: Micro(settings, disk=True),
+        "outcore, offloaded activations": lambda: Outcore(settings, disk=True, way="offload"),
+        "outcore, bf16 moments": lambda: Outcore(settings, disk=True, moments="bf16"),
+        "outcore, 8-bit moments": lambda: Outcore(settings, disk=True, moments="8bit"),
         "torch": lambda: plain_torch(settings),
         "compute": lambda: Compute(settings),
         "fsdp2": lambda: fsdp2.make(settings),

@@ -11,6 +11,7 @@ import pytest
 from outcore import engine
 from outcore.chunks.holdings import Holdings
 from outcore.chunks.pool import Pool
+from outcore.chunks.room import Room
 from outcore.memory.disk import DiskTier
 from outcore.model import sites
 from outcore.optim.kernels import AdamRule, choice
@@ -23,7 +24,8 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that ideas are turned off by is as it was afterwards."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     for owner, name in (
-        (engine, "Pipeline"), (sites, "Belady"), (sites, "Residents"), (Pool, "_pump"), (Holdings, "empty"),
+        (engine, "Pipeline"), (engine, "workers"), (Room, "write_behind"), (sites, "Belady"),
+        (sites, "Residents"), (Pool, "_pump"), (Holdings, "empty"),
         (AdamRule, "can_split"), (choice, "_compiled"), (DiskTier, "__init__"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, vars(owner)[name])
