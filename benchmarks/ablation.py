@@ -38,7 +38,7 @@ OTHERWISE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "offloaded activations": (
         "blocks offload what they save, none is recomputed",
-        {"contender": "outcore, offloaded activations"},
+        {"contender": "outcore, offload activations"},
     ),
     "bf16 moments": ("4 bytes per parameter less, not exact", {"contender": "outcore, bf16 moments"}),
     "8-bit moments": ("5.97 bytes per parameter less, not exact", {"contender": "outcore, 8-bit moments"}),

@@ -48,10 +48,12 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
     at_work = trainer(settings)
     seconds, processor, update, loss = [], [], [], 0.0
     before: dict[str, int] = {}
+    held = getattr(at_work, "held", dict)
     for number in range(warm + steps):
         ids = settings.batch(number)
         if number == warm:
             before = at_work.moved()
+            held()
             forget_peak()
         start, busy = time.perf_counter(), time.process_time()
         loss = at_work.step(ids)
@@ -61,7 +63,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
             update.append(at_work.update)
     moved = {link: (nbytes - before[link]) / steps for link, nbytes in at_work.moved().items()}
     times = {"seconds": seconds, "processor": processor, "update": update}
-    return {**times, "loss": loss, "moved": moved, "peak_steps": peak_since()}
+    return {**times, "loss": loss, "moved": moved, "peak_steps": peak_since(), "peak_held": held()}
 
 
 def forget_peak() -> None:
