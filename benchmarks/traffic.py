@@ -1,9 +1,11 @@
 """Bytes that a step moves between host and disk, over the least that it must.
 
-Two bounds are set beside what moved. *By formula*: with 14 bytes read and 12 written per parameter where nothing stays
-on the host (parameters twice and states once, each written once), less what the host has room for, each way. *By
-order*: the least that any policy moves which sees the order of uses of a step of this run and the room that its
-activations leave (``sides/least.py``). The second needs scipy. Bytes don't depend on how busy a machine is, or hardly::
+Two bounds are set beside what moved. *By formula*: 14 bytes read and 12 written per parameter where nothing stays on
+the host (parameters twice and states once, each written once), less, each way, the room that is left for chunks where
+activations take the most. It knows nothing of gradients, which must wait for the norm on the host or on the disk, and
+nothing of the room that there is at other moments: what moves may be above it or below. *By order*: the least that any
+policy moves which sees the order of uses of a step of this run and the room that its activations leave at each moment
+(``sides/least.py``); nothing is below that. It needs scipy. Bytes don't depend on how busy a machine is, or hardly::
 
     python benchmarks/traffic.py --directory /nvme --quick --json traffic.json
     python benchmarks/traffic.py --directory /nvme --report
@@ -120,12 +122,21 @@ def summary(results: dict[str, dict[str, Any]]) -> list[list[str]]:
     rows = []
     for name, found in results.items():
         moved = statistics.median(map(total, found["moved"]))
-        bounds = [found[f"by formula, {what}"] for what in ("no host", "room left")]
+        gradients = statistics.median(map(of_gradients, found["moved"]))
+        formula = found["by formula, room left"]
+        ratios = f"{moved / formula:.3f}; {(moved - gradients) / formula:.3f}"
+        row = [name, f"{found['room left'] / MB:,.0f}", f"{moved / MB:,.0f}", f"{gradients / MB:,.0f}"]
+        row += [f"{formula / MB:,.0f}", ratios]
         if found["least by order"]:
-            bounds.append(statistics.median(map(total, found["least by order"])))
-        each = [f"{bound / MB:,.0f} ({moved / bound:.3f})" for bound in bounds]
-        rows.append([name, f"{found['room left'] / MB:,.0f}", f"{moved / MB:,.0f}", *each])
+            pairs = zip(found["moved"], found["least by order"], strict=True)
+            over = ", ".join(f"{total(one) / total(bound):.3f}" for one, bound in pairs)
+            row += [", ".join(f"{total(bound) / MB:,.0f}" for bound in found["least by order"]), over]
+        rows.append(row)
     return rows
+
+
+def of_gradients(moved: dict[str, float]) -> float:
+    return sum(nbytes for name, nbytes in moved.items() if name.endswith(Kind.GRADIENT.value))
 
 
 def kinds_of(found: dict[str, Any]) -> list[list[str]]:
