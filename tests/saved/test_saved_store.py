@@ -185,8 +185,9 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def within(self) -> None:
-        self.pool.quiesce()
-        self.saver.sweep()
+        for _ in range(2):  # what nobody looks at any more may have to be written first
+            self.saver.sweep()
+            self.pool.quiesce()
         struck = (fault for fault in self.file.faults if fault.at <= self.file.counts[fault.operation])
         self.crowded |= any(fault.operation == "write" for fault in struck)
         with self.pool.lock:
