@@ -5,7 +5,7 @@
 One step each, with the smallest host budget that the way needs by `rehearse`, and what states take beside it on the
 disk. Peaks are the ledger's, and CPU seconds are those of all threads: both are the same on a busy machine.
 
-With `--time` the ways take turns under one budget, each turn in a process of its own, head and loss in slices:
+With `--time` the ways take turns under one budget, each turn in a process of its own:
 
     python benchmarks/activations.py --disk /nvme --time --host 1536MiB --rounds 2 --json activations.json
 """
@@ -53,7 +53,7 @@ def run(way: str, asked: argparse.Namespace) -> None:
     built = build(asked.model, training=True)
     ids = torch.randint(0, built.config.vocab_size, (asked.batch_size, asked.seq_len))
     batch = {"input_ids": ids, "labels": ids}
-    activations = outcore.Activations(way)  # type: ignore[arg-type]
+    activations = outcore.Activations(way, loss_slice=asked.loss_slice or None)  # type: ignore[arg-type]
     optimizer = outcore.AdamW(built.model.parameters(), lr=1e-4)
     needs = rehearse(built.model, optimizer, batch, on_host=True, activations=activations)
     least = needs.least.host
@@ -103,7 +103,7 @@ def in_turn(asked: argparse.Namespace) -> None:
         "warm": 2,
         "steps": asked.steps,
         "budget": {"host": asked.host},
-        "loss_slice": 128,
+        "loss_slice": asked.loss_slice or None,
     }
     given = {way: {**common, "contender": f"outcore, {way} activations"} for way in asked.ways}
     scores = take_turns(given, Place(Path(asked.disk), os.cpu_count() or 1), asked.rounds)
@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--ways", nargs="*", default=list(WAYS))
     parser.add_argument("--only-plan", action="store_true", help="smallest budgets by rehearsal, no run")
+    parser.add_argument("--loss-slice", type=int, default=128, help="positions of a slice; 0 for all at once")
     parser.add_argument("--time", action="store_true", help="the ways in turn, under one budget")
     parser.add_argument("--host", default="1536MiB", help="that budget")
     parser.add_argument("--rounds", type=int, default=2)
