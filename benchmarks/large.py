@@ -5,11 +5,14 @@ whole model where memory is less than its states; so two models with fewer of th
 host, forward, backward and update, and the time of the whole is the line through both. Disk speeds are fio's. ::
 
     python benchmarks/large.py --directory /nvme --json large.json
+    python benchmarks/large.py --directory /nvme --only disk --json disk.json      # or in two parts
+    python benchmarks/large.py --directory /nvme --only compute --readings disk.json
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,7 @@ def whole(scores: dict[str, Score]) -> float:
     return few + (more - few) * (blocks(MODEL) - low) / (high - low)
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -46,9 +49,14 @@ def main() -> None:
     parser.add_argument("--host", default="1800MiB", help="of it for chunks and activations")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--only", choices=("disk", "compute"), help="the whole model, or the shallow ones")
+    parser.add_argument("--readings", nargs="*", type=Path, default=[], help="files of --json to go with it")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    about = machine()
+    return parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> dict[str, Score]:
+    """The whole model from disk in the group, and the shallow ones without it."""
     common: dict[str, Any] = {
         "rows": options.rows,
         "tokens": options.tokens,
@@ -57,33 +65,55 @@ def main() -> None:
         "steps": options.steps,
         "loss_slice": 128,
     }
-    in_memory = {
-        name: {**common, "model": name, "contender": "outcore, host", "budget": {"host": "9GiB"}}
-        for name in SHALLOW
-    }
-    from_disk = {
-        **common,
-        "model": MODEL,
-        "contender": "outcore, never whole",
-        "budget": {"host": options.host},
-    }
-    with memory_group(parse_size(options.group)) as group:
-        if group is None:
-            raise SystemExit("this measurement needs a memory control group")
-        scores = take_turns({MODEL: from_disk}, Place(options.directory, options.threads, group), 1)
-    scores |= take_turns(in_memory, Place(options.directory, options.threads), 1)
-    speeds = disk_speeds(options.directory, 1 << 30)
-    found: dict[str, float] = {}
-    if speeds and all(score.turns for score in scores.values()):
-        moved = scores[MODEL].turns[0]["moved"]
-        found = {
-            "step_s": scores[MODEL].median("seconds"),
-            "compute_s": whole(scores),
-            "disk_s": sum(moved[link] / speed for link, speed in speeds.items()),
-            **{f"{link}_gb": moved[link] / 1e9 for link in speeds},
-            **{f"{link}_gb_per_s": speed / 1e9 for link, speed in speeds.items()},
+    scores: dict[str, Score] = {}
+    if options.only != "compute":
+        asked = {
+            **common,
+            "model": MODEL,
+            "contender": "outcore, never whole",
+            "budget": {"host": options.host},
         }
-        found["step_over_roofline"] = found["step_s"] / max(found["compute_s"], found["disk_s"])
+        with memory_group(parse_size(options.group)) as group:
+            if group is None:
+                raise SystemExit("this measurement needs a memory control group")
+            scores |= take_turns({MODEL: asked}, Place(options.directory, options.threads, group), 1)
+    if options.only != "disk":
+        budget = {"host": "9GiB"}
+        shallow = {
+            name: {**common, "model": name, "contender": "outcore, host", "budget": budget}
+            for name in SHALLOW
+        }
+        scores |= take_turns(shallow, Place(options.directory, options.threads), 1)
+    return scores
+
+
+def earlier(files: list[Path]) -> dict[str, Score]:
+    scores = {}
+    for file in files:
+        for name, found in json.loads(file.read_text("utf-8"))["readings"].items():
+            scores[name] = Score(name, found["turns"], found["failure"])
+    return scores
+
+
+def against_roofline(scores: dict[str, Score], speeds: dict[str, float]) -> dict[str, float]:
+    moved = scores[MODEL].turns[0]["moved"]
+    found = {
+        "step_s": scores[MODEL].median("seconds"),
+        "compute_s": whole(scores),
+        "disk_s": sum(moved[link] / speed for link, speed in speeds.items()),
+        **{f"{link}_gb": moved[link] / 1e9 for link in speeds},
+        **{f"{link}_gb_per_s": speed / 1e9 for link, speed in speeds.items()},
+    }
+    return {**found, "step_over_roofline": found["step_s"] / max(found["compute_s"], found["disk_s"])}
+
+
+def main() -> None:
+    options = parse()
+    about = machine()
+    scores = earlier(options.readings) | run(options)
+    speeds = disk_speeds(options.directory, 1 << 30)
+    done = {name for name, score in scores.items() if score.turns}
+    found = against_roofline(scores, speeds) if speeds and done == {MODEL, *SHALLOW} else {}
     rows = [
         [score.name, spread(score.readings("seconds")), format_size(int(score.most("peak_rss")))]
         if score.turns
