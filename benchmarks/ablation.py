@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -45,6 +46,9 @@ OTHERWISE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """What is asked for in place of what a run is made of: in words, and how it differs."""
 
+INEXACT = ("bf16 moments", "8-bit moments")
+"""Settings that a quick run leaves out: what they are worth is `moments.py`'s matter."""
+
 
 def training(options: argparse.Namespace) -> dict[str, Score]:
     """A run on the disk with all ideas, and without each."""
@@ -62,6 +66,8 @@ def training(options: argparse.Namespace) -> dict[str, Score]:
     asked: dict[str, dict[str, Any]] = {BASE: common}
     asked |= {f"without {name}": {**common, "without": name} for name in WITHOUT}
     asked |= {name: {**common, **other} for name, (_, other) in OTHERWISE.items()}
+    if options.quick:
+        asked = {name: given for name, given in asked.items() if name not in INEXACT}
     if options.only:
         asked = {name: given for name, given in asked.items() if name == BASE or name in options.only}
     return take_turns(asked, Place(options.directory, options.threads), options.rounds)
@@ -107,7 +113,8 @@ def rows_of(scores: dict[str, Score]) -> list[list[str]]:
         moved = score.turns[0]["moved"]
         ratio = score.median("seconds") / scores[BASE].median("seconds") if scores[BASE].turns else 0.0
         disk = f"{moved['disk read'] / MB:,.0f} / {moved['disk write'] / MB:,.0f}"
-        processor = f"{score.median('processor'):.2f}" if "processor" in score.turns[0] else ""
+        known = [second for turn in score.turns for second in turn.get("processor", ())]
+        processor = f"{statistics.median(known):.2f}" if known else ""
         rows.append([name, spread(score.readings("seconds")), f"{ratio:.2f}", processor, disk, peak(score)])
     return rows
 
