@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from pathlib import Path
@@ -30,7 +29,7 @@ def main() -> None:
         accelerator.configure(checker=False, poison=False, **asked.pop("emulator"))
     asked.pop("emulator", None)
     result = generate(asked) if "new_tokens" in asked else train(asked)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_since()  # ``ru_maxrss`` would start with what the parent held when it forked
     on_device = 0 if device == "cpu" else torch.accelerator.max_memory_allocated()
     print(MARK + json.dumps({**result, "peak_rss": peak, "peak_device": on_device}), flush=True)
 
@@ -72,7 +71,7 @@ def forget_peak() -> None:
 
 
 def peak_since() -> int:
-    """The most resident bytes since `forget_peak`."""
+    """The most resident bytes since `forget_peak`, or since the process began."""
     [line] = [
         line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")
     ]
