@@ -4,12 +4,18 @@
 
 One step each, with the smallest host budget that the way needs by `rehearse`, and what states take beside it on the
 disk. Peaks are the ledger's, and CPU seconds are those of all threads: both are the same on a busy machine.
+
+With `--time` the ways take turns under one budget, each turn in a process of its own:
+
+    python benchmarks/activations.py --disk /nvme --time --host 1536MiB --rounds 2 --json activations.json
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
+from pathlib import Path
 
 import torch
 
@@ -19,6 +25,8 @@ from outcore.memory.ledger import Ledger
 from outcore.memory.sizes import format_size
 from outcore.offloaded import engine_of
 from outcore.planning.rehearsal import rehearse
+from sides.report import machine, peak, raw, spread, table, write_json
+from sides.turns import Place, take_turns
 
 WAYS = ("keep", "recompute", "offload", "recompute+offload")
 
@@ -45,7 +53,7 @@ def run(way: str, asked: argparse.Namespace) -> None:
     built = build(asked.model, training=True)
     ids = torch.randint(0, built.config.vocab_size, (asked.batch_size, asked.seq_len))
     batch = {"input_ids": ids, "labels": ids}
-    activations = outcore.Activations(way)  # type: ignore[arg-type]
+    activations = outcore.Activations(way, loss_slice=asked.loss_slice or None)  # type: ignore[arg-type]
     optimizer = outcore.AdamW(built.model.parameters(), lr=1e-4)
     needs = rehearse(built.model, optimizer, batch, on_host=True, activations=activations)
     least = needs.least.host
@@ -84,6 +92,37 @@ def run(way: str, asked: argparse.Namespace) -> None:
         outcore.release(built.model)
 
 
+def in_turn(asked: argparse.Namespace) -> None:
+    """Steps of each way under one budget, A B A B."""
+    about = machine()
+    common = {
+        "model": asked.model,
+        "rows": asked.batch_size,
+        "tokens": asked.seq_len,
+        "device": "cpu",
+        "warm": 2,
+        "steps": asked.steps,
+        "budget": {"host": asked.host},
+        "loss_slice": asked.loss_slice or None,
+    }
+    given = {way: {**common, "contender": f"outcore, {way} activations"} for way in asked.ways}
+    scores = take_turns(given, Place(Path(asked.disk), os.cpu_count() or 1), asked.rounds)
+    rows = []
+    for way, score in scores.items():
+        if not score.turns:
+            rows.append([way, f"failed: {score.failure}", *[""] * 5])
+            continue
+        turn = score.turns[0]
+        links = " / ".join(f"{turn['moved'][link] / 1e6:,.0f}" for link in ("disk read", "disk write"))
+        held = [format_size(int(turn["peak_held"][tier])) for tier in ("host", "disk")]
+        seconds, processor = spread(score.readings("seconds")), f"{score.median('processor'):.2f}"
+        rows.append([way, seconds, processor, links, *held, peak(score)])
+    head = ["", "seconds", "processor s", "read / written, MB", "host, by the ledger", "disk", "peak RSS"]
+    print("", table(head, rows), sep="\n")
+    if asked.json:
+        write_json(asked.json, {"machine": about, "readings": raw(scores.values())})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="gpt2")
@@ -93,7 +132,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--ways", nargs="*", default=list(WAYS))
     parser.add_argument("--only-plan", action="store_true", help="smallest budgets by rehearsal, no run")
+    parser.add_argument("--loss-slice", type=int, default=128, help="positions of a slice; 0 for all at once")
+    parser.add_argument("--time", action="store_true", help="the ways in turn, under one budget")
+    parser.add_argument("--host", default="1536MiB", help="that budget")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="the readings of --time")
     asked = parser.parse_args()
+    if asked.time:
+        in_turn(asked)
+        return
     for way in asked.ways:
         run(way, asked)
 

@@ -68,7 +68,7 @@ class Fio:
     def __init__(self, directory: Path, size: int, request: int, depth: int, engine: str, huge: bool) -> None:
         self._command = [
             *("fio", "--name=x", f"--filename={directory / 'fio'}", f"--size={size}", f"--bs={request}"),
-            *(f"--iodepth={depth}", f"--ioengine={engine}", "--direct=1", "--output-format=json"),
+            *(f"--iodepth={depth}", f"--ioengine={engine}", "--direct=1", "--thread", "--output-format=json"),
             *("--fallocate=posix", "--overwrite=1", "--end_fsync=0", "--invalidate=0"),
         ]
         self._env = dict(os.environ)

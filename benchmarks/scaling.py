@@ -5,11 +5,13 @@ from a little above the least that works to all that is asked for. Plots are wri
 
     python benchmarks/scaling.py --directory /nvme --quick --json scaling.json
     python benchmarks/scaling.py --directory /nvme --report
+    python benchmarks/scaling.py --directory /nvme --quick --readings scaling.json --report   # of an earlier run
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -26,6 +28,8 @@ MiB = 1 << 20
 SIZES = ("gpt2-7m", "gpt2-17m", "gpt2-34m", "gpt2", "gpt2-medium")
 SHARES = (1.15, 0.8, 0.6, 0.45, 0.33)
 """Of what the states of the model take."""
+SLACK = 96 * MiB
+"""What a budget has beside a share of the states: room for activations."""
 
 
 def parameters(model: str) -> int:
@@ -47,9 +51,10 @@ def ask(options: argparse.Namespace, model: str, host: int, disk: bool) -> dict[
         "rows": options.rows,
         "tokens": options.tokens,
         "device": "cpu",
-        "warm": 3,
+        "warm": 2,
         "steps": options.steps,
         "budget": {"host": f"{host}"},
+        "loss_slice": 128,
     }
 
 
@@ -57,16 +62,26 @@ def sizes(options: argparse.Namespace) -> dict[str, Score]:
     asked: dict[str, dict[str, Any]] = {}
     for model in options.sizes:
         asked[f"{model}, host"] = ask(options, model, 2 * states(model) + 512 * MiB, False)
-        asked[f"{model}, disk"] = ask(options, model, states(model) * 45 // 100 + 32 * MiB, True)
+        asked[f"{model}, disk"] = ask(options, model, states(model) * 45 // 100 + SLACK, True)
     return take_turns(asked, Place(options.directory, options.threads), options.rounds)
 
 
 def budgets(options: argparse.Namespace) -> dict[str, Score]:
     asked = {}
     for share in SHARES:
-        host = int(states(options.model) * share) + 32 * MiB
+        host = int(states(options.model) * share) + SLACK
         asked[f"{host // MiB} MiB"] = ask(options, options.model, host, True)
     return take_turns(asked, Place(options.directory, options.threads), options.rounds)
+
+
+def read(file: Path) -> tuple[dict[str, str], dict[str, Score], dict[str, Score]]:
+    """The machine and the turns of an earlier run."""
+    found = json.loads(file.read_text("utf-8"))
+    by_size, by_budget = (
+        {name: Score(name, said["turns"], said["failure"]) for name, said in found[kind].items()}
+        for kind in ("sizes", "budgets")
+    )
+    return found["machine"], by_size, by_budget
 
 
 def rows_of(scores: Mapping[str, Score]) -> list[list[str]]:
@@ -141,7 +156,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--directory", type=Path, required=True, help="on the disk to be used")
     parser.add_argument(
-        "--quick", action="store_true", help="three small sizes, one round: within eight minutes"
+        "--quick", action="store_true", help="four sizes, one round of two steps: within seven minutes"
     )
     parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--model", default="gpt2", choices=list(SIZES), help="of the budgets")
@@ -150,23 +165,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--readings", type=Path, help="a file of --json: nothing is run")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--report", action="store_true", help="write a dated page under docs/benchmarks")
     options = parser.parse_args()
     if options.quick:
-        options.sizes, options.model, options.rows, options.tokens = list(SIZES[:3]), "gpt2-17m", 2, 64
+        options.sizes = list(SIZES[:4])
         options.rounds, options.steps = 1, 2
     return options
 
 
 def main() -> None:
     options = parse()
-    about = machine()
-    by_size, by_budget = sizes(options), budgets(options)
+    if options.readings:
+        about, by_size, by_budget = read(options.readings)
+    else:
+        about, by_size, by_budget = machine(), sizes(options), budgets(options)
     head = ["", "seconds", "processor s", "disk read / written", "peak RSS"]
     batch = f"batch {options.rows} x {options.tokens}"
     parts = [
-        f"By size, {batch}; on disk: a budget of 45 % of the states and 32 MiB:",
+        f"By size, {batch}; on disk: a budget of 45 % of the states and {format_size(SLACK)}:",
         table(head, rows_of(by_size)),
         f"{options.model} by budget, {batch}, {format_size(states(options.model))} of states and gradients:",
         table(head, rows_of(by_budget)),
@@ -177,6 +195,8 @@ def main() -> None:
         write_json(options.json, {"machine": about, **readings})
     if options.report:
         given = ["DIR" if "/" in argument else argument for argument in sys.argv[1:]]
+        if options.readings:
+            given = ["--directory", "DIR", "--quick", "--json", "FILE"]
         shown = " ".join(["python benchmarks/scaling.py", *given])
         path = write_report("scaling", "Time and memory against size and budget", shown, parts, about)
         drawn = plots(options, by_size, by_budget, FOLDER / path.stem)

@@ -55,6 +55,8 @@ MODELS = {
     "gpt2-medium": _gpt2(24, 1024, 16),
     "gpt2-large": _gpt2(36, 1280, 20),
     "gpt2-1.3b": _gpt2(24, 2048, 16),
+    "gpt2-1.3b, 2 blocks": _gpt2(2, 2048, 16),
+    "gpt2-1.3b, 5 blocks": _gpt2(5, 2048, 16),
     "llama-7b": _llama(32, 4096, 11008, 32),
     "gpt2-tiny": _gpt2(4, 128, 4, vocabulary=512, positions=64),
     "llama-tiny": _llama(4, 128, 256, 4, vocabulary=512),

@@ -30,10 +30,11 @@ def machine() -> dict[str, str]:
         ),
         platform.processor() or platform.machine(),
     )
+    release = ".".join(platform.release().split(".")[:2])
     found = {
         "processor": f"{model}, {os.cpu_count()} cores",
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
-        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "system": f"{platform.system()} {release}, Python {platform.python_version()}",
         "torch": torch.__version__,
         "load before": "{:.2f}, {:.2f}, {:.2f} (1, 5, 15 minutes)".format(*os.getloadavg()),
     }

@@ -6,19 +6,25 @@ the global norm clipped at 1.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import outcore
+from outcore.integrations.transformers import build
+from outcore.model.policies import ActivationsName
+from outcore.offloaded import engine_of
+from outcore.optim.kernels import Moments
 from sides.models import MODELS, batch
 
+WAYS: tuple[ActivationsName, ...] = get_args(ActivationsName)
 LR, BETAS, EPS, DECAY, CLIP = 1e-4, (0.9, 0.999), 1e-8, 0.1, 1.0
 
 
@@ -165,21 +171,27 @@ class Compute:
 class Outcore:
     """outcore on the tiers that its budget names; with a disk if the budget has no room for everything."""
 
-    def __init__(self, settings: Settings, disk: bool, microbatch: int | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        disk: bool,
+        microbatch: int | None = None,
+        way: ActivationsName = "recompute",
+        moments: Moments = "fp32",
+        model: Any = None,
+    ) -> None:
         if settings.ranks > 1:
             dist.init_process_group("gloo")
-        self.model: Any = MODELS[settings.model].build()
+        self.model: Any = MODELS[settings.model].build() if model is None else model
         self.optimizer = outcore.AdamW(
-            self.model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY
+            self.model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, moments=moments
         )
         outcore.offload(
             self.model,
             self.optimizer,
             device=settings.device,
             budget=outcore.Budget(**settings.budget, disk=settings.disk if disk else None),
-            activations=outcore.Activations(
-                "recompute", microbatch=microbatch, loss_slice=settings.loss_slice
-            ),
+            activations=outcore.Activations(way, microbatch=microbatch, loss_slice=settings.loss_slice),
         )
         self.update = 0.0
 
@@ -200,6 +212,17 @@ class Outcore:
 
     def moved(self) -> dict[str, int]:
         return dict(outcore.snapshot(self.model).moved)
+
+    def held(self) -> dict[str, int]:
+        """The most bytes that each tier has held since this was last called, by the ledger."""
+        peaks = dict(outcore.snapshot(self.model).peak)
+        engine_of(self.model).ledger.reset_peaks()
+        return peaks
+
+
+def _from_nothing(settings: Settings) -> Outcore:
+    """A model that is initialised block by block, as it goes to its tiers: it is never whole in memory."""
+    return Outcore(settings, disk=True, model=build(settings.model, training=True).model)
 
 
 class Micro(Outcore):
@@ -222,7 +245,13 @@ def trainer(settings: Settings) -> Trainer:
         "outcore, host": lambda: Outcore(settings, disk=False),
         "outcore, disk": lambda: Outcore(settings, disk=True),
         "outcore, slices": lambda: Outcore(settings, disk=True, microbatch=1),
+        "outcore, never whole": lambda: _from_nothing(settings),
         "outcore, micro-batches": lambda: Micro(settings, disk=True),
+        **{
+            f"outcore, {way} activations": functools.partial(Outcore, settings, True, way=way) for way in WAYS
+        },
+        "outcore, bf16 moments": lambda: Outcore(settings, disk=True, moments="bf16"),
+        "outcore, 8-bit moments": lambda: Outcore(settings, disk=True, moments="8bit"),
         "torch": lambda: plain_torch(settings),
         "compute": lambda: Compute(settings),
         "fsdp2": lambda: fsdp2.make(settings),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from pathlib import Path
@@ -30,7 +29,7 @@ def main() -> None:
         accelerator.configure(checker=False, poison=False, **asked.pop("emulator"))
     asked.pop("emulator", None)
     result = generate(asked) if "new_tokens" in asked else train(asked)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_since()  # ``ru_maxrss`` would start with what the parent held when it forked
     on_device = 0 if device == "cpu" else torch.accelerator.max_memory_allocated()
     print(MARK + json.dumps({**result, "peak_rss": peak, "peak_device": on_device}), flush=True)
 
@@ -48,10 +47,12 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
     at_work = trainer(settings)
     seconds, processor, update, loss = [], [], [], 0.0
     before: dict[str, int] = {}
+    held = getattr(at_work, "held", dict)
     for number in range(warm + steps):
         ids = settings.batch(number)
         if number == warm:
             before = at_work.moved()
+            held()
             forget_peak()
         start, busy = time.perf_counter(), time.process_time()
         loss = at_work.step(ids)
@@ -61,7 +62,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
             update.append(at_work.update)
     moved = {link: (nbytes - before[link]) / steps for link, nbytes in at_work.moved().items()}
     times = {"seconds": seconds, "processor": processor, "update": update}
-    return {**times, "loss": loss, "moved": moved, "peak_steps": peak_since()}
+    return {**times, "loss": loss, "moved": moved, "peak_steps": peak_since(), "peak_held": held()}
 
 
 def forget_peak() -> None:
@@ -70,7 +71,7 @@ def forget_peak() -> None:
 
 
 def peak_since() -> int:
-    """The most resident bytes since `forget_peak`."""
+    """The most resident bytes since `forget_peak`, or since the process began."""
     [line] = [
         line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")
     ]

@@ -10,9 +10,10 @@ from outcore.chunks.chunk import Residence
 from outcore.chunks.holdings import Holdings
 from outcore.chunks.pool import Pool
 from outcore.chunks.replacers import LRU, Belady
+from outcore.chunks.room import Room
 from outcore.memory.disk import DiskTier
 from outcore.model import sites
-from outcore.optim.kernels import AdamRule, choice
+from outcore.optim.kernels import AdamRule, Workers, choice
 
 
 def _update_in_the_step() -> None:
@@ -26,6 +27,15 @@ def _update_in_the_step() -> None:
 
 def _no_read_ahead() -> None:
     Pool._pump = lambda self: None  # type: ignore[method-assign]
+
+
+def _no_write_behind() -> None:
+    Room.write_behind = lambda self, coming, beyond: None  # type: ignore[method-assign]
+
+
+def _one_thread() -> None:
+    alone = Workers(1)
+    engine.workers = lambda: alone  # type: ignore[attr-defined]
 
 
 def _lru() -> None:
@@ -60,10 +70,12 @@ def _whole_units() -> None:
 WITHOUT: dict[str, tuple[str, Callable[[], None]]] = {
     "overlapped update": ("updates are done in step()", _update_in_the_step),
     "read-ahead": ("a chunk is read when it is asked for", _no_read_ahead),
+    "write-behind": ("a dirty chunk is written when its room is asked for", _no_write_behind),
     "Belady": ("the least recently used leaves, which also ends read-ahead under pressure", _lru),
     "split master": ("a whole fp32 master, 14 bytes in place of 12", _full_master),
     "warm pages": ("pages of gradients are given back after each update", _pages_given_back),
     "compiled kernels": ("updates by torch's operators, block by block", _torch_kernels),
+    "update threads": ("updates and norms on one thread", _one_thread),
     "checksums": ("no digest is taken or compared", _no_checksums),
 }
 """What a training run can do without: in words, and how."""

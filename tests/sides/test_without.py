@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from outcore import engine
 from outcore.chunks.holdings import Holdings
 from outcore.chunks.pool import Pool
+from outcore.chunks.room import Room
 from outcore.memory.disk import DiskTier
 from outcore.model import sites
 from outcore.optim.kernels import AdamRule, choice
@@ -23,7 +25,8 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that ideas are turned off by is as it was afterwards."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     for owner, name in (
-        (engine, "Pipeline"), (sites, "Belady"), (sites, "Residents"), (Pool, "_pump"), (Holdings, "empty"),
+        (engine, "Pipeline"), (engine, "workers"), (Room, "write_behind"), (sites, "Belady"),
+        (sites, "Residents"), (Pool, "_pump"), (Holdings, "empty"),
         (AdamRule, "can_split"), (choice, "_compiled"), (DiskTier, "__init__"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, vars(owner)[name])
@@ -62,3 +65,29 @@ def test_a_plot_has_a_mark_for_each_point(tmp_path: Path) -> None:
     assert all(0 < float(x) < plot.WIDTH and 0 < float(y) < plot.HEIGHT for x, y in marks)
     assert "a &lt; b" in drawn
     assert "T &amp; t" in drawn
+
+
+def test_bars_are_as_long_as_their_numbers(tmp_path: Path) -> None:
+    from sides import bars
+
+    numbers = {"a & b": {"seconds": 2.0, "bytes": 1.0}, "c": {"seconds": 0.5}}
+    bars.write_bars(tmp_path / "bars.svg", "T", numbers)
+    drawn = (tmp_path / "bars.svg").read_text("utf-8")
+    long = [float(width) for width in re.findall(r'width="([0-9.]+)" height="9"', drawn)]
+    assert [width / max(long) for width in long] == pytest.approx([1.0, 0.5, 0.25], abs=1e-2)
+    assert "a &amp; b" in drawn
+
+
+def test_readings_of_several_runs_go_together(tmp_path: Path) -> None:
+    from ablation import BASE, bars_of, pooled
+
+    moved = {"disk read": 2e6, "disk write": 1e6}
+    for name, seconds in (("first", 1.0), ("second", 3.0)):
+        turns = {
+            key: {"turns": [{"seconds": [seconds * times], "moved": moved}], "failure": None}
+            for key, times in ((BASE, 1.0), ("x", 1.5))
+        }
+        (tmp_path / name).write_text(json.dumps({"training": turns}), "utf-8")
+    scores = pooled([tmp_path / "first", tmp_path / "second"], "training")
+    assert scores[BASE].readings("seconds") == [1.0, 3.0]
+    assert bars_of(scores) == {"x": {"seconds": 1.5, "bytes": 1.0}}
