@@ -14,7 +14,6 @@ MiB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def _on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("scipy")
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 
