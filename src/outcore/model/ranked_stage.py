@@ -6,13 +6,13 @@ What ranks do together is said elsewhere: `outcore.model.summing` says when grad
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from outcore.chunks.pool import Pool
 from outcore.chunks.store import RunStore
-from outcore.memory.host import Region
+from outcore.memory.place import Place
 from outcore.model.gathering import Gathering
 from outcore.model.host_frames import HostFrames
 from outcore.model.stage import HostStage, view
@@ -28,7 +28,7 @@ class RankedStage(HostStage):
         own: takes what this rank's backward passes leave.
     """
 
-    def __init__(self, pool: Pool, spans: dict[RunStore, Region], own: Gradients, summing: Summing) -> None:
+    def __init__(self, pool: Pool, spans: Mapping[RunStore, Place], own: Gradients, summing: Summing) -> None:
         super().__init__(pool, spans, own)
         self._summing = summing
 
