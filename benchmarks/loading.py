@@ -1,11 +1,13 @@
-"""Host memory and bytes read while a model is loaded, on one process and on several ranks of one machine.
+"""Host memory, and bytes read, of one process and of several ranks of one machine: while a model is loaded and used.
 
-A model of blocks is written as a safetensors file. Ranks build it on ``meta`` and call `outcore.offload` with
-``weights=``. Memory is the proportional set size (PSS) of all ranks together, sampled while they load, less what they
-held just before: a page that several of them map counts once. Bytes are what the system fetched from the disk for
-them, after the file was dropped from the page cache, and what they asked for by system calls. ::
+A model of blocks is written as a safetensors file in bf16. Ranks build it on ``meta``, call `outcore.offload` with
+``weights=``, and use it for two forwards (and steps, where it is trained). Memory is the proportional set size (PSS) of
+all ranks together, in which a page that several of them map counts once, less what they held before they loaded. It is
+sampled all the time. Before that each rank loads a tiny model, so that libraries and compiled kernels are there, unless
+``--cold``. Bytes from the disk are those that the system fetched for all ranks, after the file was dropped from the
+page cache. ``--apart`` keeps ranks from sharing memory, as on different machines. ::
 
-    python benchmarks/loading.py --directory /nvme --json loading.json
+    python benchmarks/loading.py --directory /nvme [--blocks 32] [--rounds 3] [--json loading.json]
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ import argparse
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +31,40 @@ from safetensors.torch import save_file
 from torch import nn
 
 import outcore
+from outcore.model import ranked_sites
+from sides.report import machine, table, write_json
 
 MiB = 1 << 20
-PERIOD = 0.01
+PERIOD = 0.005
 """Seconds between samples."""
+
+WAYS = (
+    "train parameters",
+    "train gradients",
+    "train none",
+    "infer parameters",
+    "infer gradients",
+    "infer none",
+)
 
 
 class Blocks(nn.Module):
     def __init__(self, blocks: int, width: int) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(nn.Linear(width, width) for _ in range(blocks)))
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
-def build(options: argparse.Namespace) -> Blocks:
-    with torch.device("meta"):
-        return Blocks(options.blocks, options.width)
-
-
-def write_weights(options: argparse.Namespace, folder: Path) -> Path:
+def write_weights(blocks: int, width: int, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    state = {name: torch.randn(p.shape, dtype=torch.bfloat16) for name, p in build(options).named_parameters()}
+    with torch.device("meta"):
+        model = Blocks(blocks, width)
+    torch.manual_seed(0)
+    state = {n: torch.randn(p.shape).mul_(width**-0.5).bfloat16() for n, p in model.named_parameters()}
     save_file(state, str(folder / "model.safetensors"))
     return folder / "model.safetensors"
 
@@ -56,61 +72,122 @@ def write_weights(options: argparse.Namespace, folder: Path) -> Path:
 # -- one rank ---------------------------------------------------------------------------------------
 
 
-def tell(**word: Any) -> None:
-    print(json.dumps(word), flush=True)
-
-
-def fetched() -> dict[str, int]:
-    found = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return {"disk": int(found["read_bytes"]), "calls": int(found["rchar"])}
-
-
 def rank(options: argparse.Namespace) -> None:
-    """Say when this rank is ready, wait for a word, load, say so, wait for the end."""
+    """Load and use, each when told to, and say when it is done."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    ranks = int(os.environ["WORLD_SIZE"])
-    if ranks > 1:
+    if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo")
-    offload(options, "warm", Blocks(1, 64), None) if options.warm else None
-    model = build(options)
-    tell(ready=True)
-    sys.stdin.readline()
+    if options.apart:
+        ranked_sites.can_share = lambda world, willing: False  # type: ignore[assignment]
+    way, sharding = options.way.split()
+    if not options.cold:
+        model, _ = offload(options, Blocks(1, 64), None, way, sharding)
+        outcore.release(model)
+    with torch.device("meta"):
+        model = Blocks(options.blocks, options.width)
+    wait(ready=True)
     before, start = fetched(), time.perf_counter()
-    offload(options, "loaded", model, options.folder)
+    model, optimizer = offload(options, model, options.folder, way, sharding)
     seconds = time.perf_counter() - start
-    tell(loaded=seconds, **{key: value - before[key] for key, value in fetched().items()})
-    sys.stdin.readline()
+    wait(disk=fetched() - before, seconds=seconds)
+    start = time.perf_counter()
+    for _ in range(2):
+        use(model, optimizer, options.width)
+    wait(seconds=time.perf_counter() - start)
     outcore.release(model)
 
 
-def offload(options: argparse.Namespace, name: str, model: nn.Module, weights: str | None) -> None:
-    trains = options.way == "train"
-    optimizer = outcore.AdamW(model.parameters(), lr=1e-3) if trains else None
-    outcore.offload(
-        model,
-        optimizer,
-        device="cpu",
-        weights=weights,
-        budget=outcore.Budget(host=options.host),
-        sharding=outcore.Sharding(options.sharding),
-    )
-    if name == "warm":
-        outcore.release(model)
+def offload(
+    options: argparse.Namespace, model: nn.Module, weights: str | None, way: str, sharding: Any
+) -> tuple[nn.Module, Any]:
+    optimizer = outcore.AdamW(model.parameters(), lr=1e-3) if way == "train" else None
+    budget = outcore.Budget(host=options.host)
+    states = outcore.Sharding(sharding)
+    return outcore.offload(
+        model, optimizer, device="cpu", weights=weights, budget=budget, sharding=states
+    ), optimizer
+
+
+def use(model: nn.Module, optimizer: Any, width: int) -> None:
+    with torch.set_grad_enabled(optimizer is not None):
+        out = model(torch.ones(1, width))
+    if optimizer is not None:
+        optimizer.backward(out.float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def fetched() -> int:
+    """Bytes that the system read from disks for this process."""
+    found = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(found["read_bytes"])
+
+
+def wait(**word: Any) -> None:
+    print(json.dumps(word), flush=True)
+    sys.stdin.readline()
 
 
 # -- all of them ------------------------------------------------------------------------------------
 
 
-def pss(processes: list[int]) -> dict[str, int]:
-    """Bytes by kind, of all processes together."""
-    total: dict[str, int] = {}
-    for process in processes:
-        for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()[1:]:
-            key, value = line.split(":")
-            if key.startswith("Pss") and key != "Pss_Dirty":
-                total[key] = total.get(key, 0) + 1024 * int(value.split()[0])
-    return total
+class Team:
+    """Ranks of one run, and what they hold together."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path, way: str, ranks: int) -> None:
+        command = [sys.executable, __file__, "--rank", "--folder", str(folder), "--way", way]
+        command += ["--host", options.host, "--blocks", str(options.blocks), "--width", str(options.width)]
+        command += ["--apart"] * options.apart + ["--cold"] * options.cold
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        common = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+        self._members = [
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=dict(common, WORLD_SIZE=str(ranks), RANK=str(number), LOCAL_RANK=str(number)),
+            )
+            for number in range(ranks)
+        ]
+
+    def words(self) -> list[dict[str, Any]]:
+        """What all say next."""
+        return [json.loads(member.stdout.readline()) for member in self._members]  # type: ignore[union-attr]
+
+    def go_on(self) -> None:
+        for member in self._members:
+            assert member.stdin is not None
+            member.stdin.write("\n")
+            member.stdin.flush()
+
+    def held(self) -> int:
+        """PSS of all, in bytes."""
+        total = 0
+        for member in self._members:
+            rollup = Path(f"/proc/{member.pid}/smaps_rollup").read_text().splitlines()
+            total += 1024 * sum(int(line.split()[1]) for line in rollup if line.startswith("Pss:"))
+        return total
+
+    def watched(self) -> tuple[list[dict[str, Any]], int]:
+        """Let them go on to their next words; those, and the most that was held meanwhile."""
+        words: list[dict[str, Any]] = []
+        listener = threading.Thread(target=lambda: words.extend(self.words()))
+        most = 0
+        self.go_on()
+        listener.start()
+        while listener.is_alive():
+            most = max(most, self.held())
+            time.sleep(PERIOD)
+        return words, max(most, self.held())
+
+    def end(self) -> None:
+        for member in self._members:
+            member.kill()
+            member.wait()
 
 
 def drop(file: Path) -> None:
@@ -121,105 +198,86 @@ def drop(file: Path) -> None:
     os.close(fd)
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-def load(options: argparse.Namespace, file: Path, way: str, sharding: str, ranks: int) -> dict[str, Any]:
-    common = [sys.executable, __file__, "--rank", *(["--warm"] if options.warm else []), "--folder", str(file.parent), "--way", way]
-    common += ["--sharding", sharding, "--host", options.host]
-    common += ["--blocks", str(options.blocks), "--width", str(options.width)]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-    shared["GLOO_SOCKET_IFNAME"] = "lo"
-    children = [
-        subprocess.Popen(
-            common,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=dict(os.environ, **shared, RANK=str(number), LOCAL_RANK=str(number)),
-        )
-        for number in range(ranks)
-    ]
+def measure(options: argparse.Namespace, file: Path, way: str, ranks: int) -> dict[str, Any]:
+    team = Team(options, file.parent, way, ranks)
     try:
-        for child in children:
-            assert child.stdout is not None
-            assert json.loads(child.stdout.readline())["ready"]
+        team.words()
         drop(file)
-        numbers = [child.pid for child in children]
-        before = pss(numbers)
-        for child in children:
-            say(child)
-        peak = dict.fromkeys(before, 0)
-        words: list[dict[str, Any]] = []
-        os.set_blocking(children[0].stdout.fileno(), True)
-        import threading
-
-        def listen() -> None:
-            for child in children:
-                words.append(json.loads(child.stdout.readline()))
-
-        listener = threading.Thread(target=listen)
-        listener.start()
-        while listener.is_alive():
-            now = pss(numbers)
-            if now["Pss"] > peak["Pss"]:
-                peak = now
-            time.sleep(PERIOD)
-        after = pss(numbers)
-        for child in children:
-            say(child)
-        for child in children:
-            child.wait(60)
+        before = team.held()
+        loaded, peak = team.watched()
+        after = team.held()
+        used, most = team.watched()
+        found = {
+            "before": before,
+            "loading": peak - before,
+            "loaded": after - before,
+            "used": most - before,
+            "disk": sum(word["disk"] for word in loaded),
+            "seconds": max(word["seconds"] for word in loaded),
+            "use seconds": max(word["seconds"] for word in used),
+        }
+        team.go_on()
+        return found
     finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    return {
-        "before": before,
-        "peak": {key: peak[key] - before[key] for key in before},
-        "held": {key: after[key] - before[key] for key in before},
-        "disk": sum(word["disk"] for word in words),
-        "calls": sum(word["calls"] for word in words),
-        "seconds": max(word["loaded"] for word in words),
-    }
+        team.end()
 
 
-def say(child: Any) -> None:
-    child.stdin.write("on\n")
-    child.stdin.flush()
+def summary(options: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> str:
+    def median(key: str, what: str) -> float:
+        return statistics.median(turn[what] for turn in found[key])
+
+    rows = []
+    for way in options.ways:
+        for ranks in options.ranks:
+            key, one = f"{way}, {ranks}", f"{way}, {options.ranks[0]}"
+            row: Sequence[str] = [way, str(ranks)]
+            for what in ("loading", "loaded", "used"):
+                ratio = median(key, what) / median(one, what)
+                row = [*row, " ".join(f"{turn[what] / MiB:.0f}" for turn in found[key]), f"{ratio:.2f}"]
+            disk = " ".join(f"{turn['disk'] / MiB:.0f}" for turn in found[key])
+            rows.append([*row, disk, " ".join(f"{turn['seconds']:.2f}" for turn in found[key])])
+    head = ["way", "ranks", "peak while loading, MiB", "x", "loaded, MiB", "x", "peak in use, MiB", "x"]
+    return table([*head, "from disk, MiB", "loading, s"], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", type=Path, default=Path("."))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--directory", type=Path, default=Path())
     parser.add_argument("--blocks", type=int, default=32)
     parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--host", default="4GiB")
+    parser.add_argument("--host", default="4GiB", help="budget of each rank")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--ways", nargs="+", default=["train parameters"])
+    parser.add_argument("--ways", nargs="+", default=WAYS, help="train or infer, and what is sharded")
+    parser.add_argument("--apart", action="store_true", help="ranks share no memory")
+    parser.add_argument("--cold", action="store_true", help="count libraries and compiled kernels too")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--warm", action="store_true")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--way", help=argparse.SUPPRESS)
-    parser.add_argument("--sharding", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         rank(options)
         return
-    file = write_weights(options, options.directory / "weights")
-    print(f"file {file.stat().st_size / MiB:.1f} MiB")
-    for way in options.ways:
+    file = write_weights(options.blocks, options.width, options.directory / "loading-weights")
+    found: dict[str, list[dict[str, Any]]] = {}
+    try:
         for _ in range(options.rounds):
-            for ranks in options.ranks:
-                found = load(options, file, *way.split(), ranks)
-                print(way, ranks, {k: f"{v / MiB:.1f}" for k, v in found["peak"].items()},
-                      "held", f"{found['held']['Pss'] / MiB:.1f}", "before", f"{found['before']['Pss'] / MiB:.1f}",
-                      "disk", f"{found['disk'] / MiB:.1f}", "calls", f"{found['calls'] / MiB:.1f}", f"{found['seconds']:.2f} s", flush=True)
+            for way in options.ways:
+                for ranks in options.ranks:
+                    found.setdefault(f"{way}, {ranks}", []).append(measure(options, file, way, ranks))
+        print(
+            f"{file.stat().st_size / MiB:.0f} MiB of weights; all readings, ratios of medians to the first\n"
+        )
+        print(summary(options, found))
+    finally:
+        file.unlink()
+        file.parent.rmdir()
+    if options.json:
+        write_json(
+            options.json,
+            {"machine": machine(), "options": vars(options) | {"directory": "", "json": ""}, "found": found},
+        )
 
 
 if __name__ == "__main__":

@@ -169,11 +169,15 @@ class Commons:
         """Bytes of memory with such frames."""
         return _head(len(frames), processes) + sum(frames)
 
+    def lie(self, place: SharedPlace, frame: int, offset: int) -> None:
+        """Give a place its memory in a frame."""
+        place.lie(self._memory, self._starts[frame] + offset)
+
     def place(self, frame: int, offset: int, nbytes: int, parts: int) -> SharedPlace:
         """A part of a frame, for whose bytes so many processes answer."""
         assert offset + nbytes <= self._frames[frame]
         found = SharedPlace(nbytes, parts)
-        found.lie(self._memory, self._starts[frame] + offset)
+        self.lie(found, frame, offset)
         return found
 
     def enter(self, frame: int) -> None:

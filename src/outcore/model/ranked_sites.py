@@ -203,9 +203,9 @@ class RankedHostSite(Joined, HostSite):
         summing = self.summing(units, own, stores, gradients, pool, Here())
         if not self.sharded:
             self._replicas.settle()
-            return RankedStage(pool, self._spans, own, summing)
+            return RankedStage(pool, self._spans, own, summing, self._replicas)
         frames, gathering = self.gathering(units, pool, summing, clock, ledger, updates, None)
-        return ShardedStage(pool, own, summing, frames, gathering, self._keeps)
+        return ShardedStage(pool, own, summing, frames, gathering, self._keeps, self._replicas)
 
 
 class RankedDeviceSite(Joined, DeviceSite):

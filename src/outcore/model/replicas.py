@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from outcore.chunks.layout import Run
 from outcore.chunks.store import RunStore, Span, span_bytes
-from outcore.memory.shared import SharedPlace
+from outcore.memory.shared import Commons, SharedPlace
 from outcore.parallel.node import share
 from outcore.parallel.ranks import World
 
@@ -24,6 +24,7 @@ class Replicas:
         self._parts: list[tuple[SharedPlace, int]] = []
         self._runs: list[tuple[SharedPlace, int]] = []
         self._end = 0
+        self._commons: Commons | None = None
 
     def span(self, run: Run) -> Span:
         """Places for the parameter chunks of a run, which have no memory before `settle`."""
@@ -52,6 +53,15 @@ class Replicas:
             TierError: the system refused.
         """
         if self._end:
-            memory = share(self._world, self._end)
+            ranks = self._world.slices
+            memory = share(self._world, Commons.size([self._end], ranks.size))
+            self._commons = Commons(memory, [self._end], ranks.number, ranks.size)
+            self._commons.enter(0)
             for place, offset in (*self._runs, *self._parts):
-                place.lie(memory, offset)
+                self._commons.lie(place, 0, offset)
+
+    def shut(self) -> None:
+        """Nobody reads them here any more."""
+        commons, self._commons = self._commons, None
+        if commons is not None:
+            commons.leave(0)
