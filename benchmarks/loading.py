@@ -3,9 +3,9 @@
 A model of blocks is written as a safetensors file in bf16. Ranks build it on ``meta``, call `outcore.offload` with
 ``weights=``, and use it for two forwards (and steps, where it is trained). Memory is the proportional set size (PSS) of
 all ranks together, in which a page that several of them map counts once, less what they held before they loaded. It is
-sampled all the time. Before that each rank loads a tiny model, so that libraries and compiled kernels are there, unless
-``--cold``. Bytes from the disk are those that the system fetched for all ranks, after the file was dropped from the
-page cache. ``--apart`` keeps ranks from sharing memory, as on different machines. ::
+sampled all the time. Before that each rank loads and uses a tiny model, so that libraries and compiled kernels are
+there, unless ``--cold``. Bytes from the disk are those that the system fetched for all ranks, after the file was
+dropped from the page cache. ``--apart`` keeps ranks from sharing memory, as on different machines. ::
 
     python benchmarks/loading.py --directory /nvme [--blocks 32] [--rounds 3] [--json loading.json]
 """
@@ -82,7 +82,8 @@ def rank(options: argparse.Namespace) -> None:
         ranked_sites.can_share = lambda world, willing: False  # type: ignore[assignment]
     way, sharding = options.way.split()
     if not options.cold:
-        model, _ = offload(options, Blocks(1, 64), None, way, sharding)
+        model, optimizer = offload(options, Blocks(1, 64), None, way, sharding)
+        use(model, optimizer, 64)
         outcore.release(model)
     with torch.device("meta"):
         model = Blocks(options.blocks, options.width)

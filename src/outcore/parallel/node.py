@@ -14,7 +14,9 @@ _YES = b"\1"
 
 
 def can_share(world: World, willing: bool) -> bool:
-    """Whether the ranks among which states are cut can share memory: tried with a page. All ranks call this together.
+    """Whether all ranks can share memory with those among which their states are cut: tried with a page.
+
+    All ranks call this together, and all get the same answer.
 
     Args:
         willing: whether this rank has a use for it.
@@ -23,7 +25,9 @@ def can_share(world: World, willing: bool) -> bool:
 
 
 def share(world: World, nbytes: int) -> SharedMemory:
-    """Memory for those that can share some. All ranks call this together, with the same number.
+    """Memory that a rank shares with those among which its states are cut, after `can_share` said so.
+
+    All ranks call this together, with the same number.
 
     Raises:
         TierError: the system refused, here or on another rank.
@@ -49,4 +53,4 @@ def _share(world: World, nbytes: int, willing: bool) -> SharedMemory | None:
         with suppress(OSError):
             memory = SharedMemory.open(found[0])
     there = world.words(b"" if memory is None else _YES, _WHAT)
-    return memory if all(there[number] for number in world.row) else None
+    return memory if all(there) else None
