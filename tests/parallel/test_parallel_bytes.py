@@ -63,7 +63,7 @@ def steps(model: Any, optimizer: Any, number: int) -> None:
 
 @pytest.mark.parametrize(
     ("precision", "width", "states", "far"),
-    [("fp32", 4, 8, True), ("bf16", 2, 10, True), ("bf16", 2, 10, False)],
+    [("fp32", 4, 8, True), ("bf16", 2, 10, False), pytest.param("bf16", 2, 10, True, marks=pytest.mark.slow)],
 )
 def test_memory_and_wire(
     precision: str, width: int, states: int, far: bool, two: Team, tmp_path: Path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 
 import outcore
 from exact.shapes import Frozen, Stack
+from outcore.model import weights as weights_of
 from outcore.model.directory import Directory
 from outcore.model.shared_frames import SharedFrames
 from outcore.model.weights import Compared
@@ -142,34 +144,36 @@ def test_values_are_compared_unless_all_read_the_same_files(copies: bool, two: T
 
 
 def killed(place: Place) -> None:
+    """Rank 1 is killed while it loads, or in a gather, where everybody else waits for the lock that it holds."""
     calls = 0
-    original = SharedFrames._fill
+    where: Any = weights_of if place.settings["when"] == "loading" else SharedFrames
+    name = "write" if place.settings["when"] == "loading" else "_fill"
+    original = getattr(where, name)
 
-    def striking(self: SharedFrames, unit: Any) -> None:
+    def striking(*args: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 4 and place.rank == 1:
-            with self._commons._memory.locked():  # the worst moment: everybody else waits for this lock
+            with args[0]._commons._memory.locked() if name == "_fill" else nullcontext():
                 os.kill(os.getpid(), signal.SIGKILL)
-        original(self, unit)
+        original(*args)
 
-    SharedFrames._fill = striking  # type: ignore[method-assign]
+    setattr(where, name, striking)
     with torch.device("meta"):
         model = Stack(3)
-    way = Way("parameters")
-    optimizer = offloaded(model, way, place, weights=place.path / "weights")
+    optimizer = offloaded(model, Way("parameters"), place, weights=place.path / "weights")
     assert isinstance(engine_of(model).stage._frames, SharedFrames)  # type: ignore[attr-defined]
     model(torch.ones(2, 12, 32)).sum().backward()
     optimizer.step()
 
 
-def test_a_rank_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["loading", "training"])
+def test_a_rank_that_is_killed_leaves_nothing(when: str, tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
-    save_file(
-        {n: p.detach() for n, p in Stack(3).named_parameters()}, str(tmp_path / "weights/model.safetensors")
-    )
+    state = {name: p.detach() for name, p in Stack(3).named_parameters()}
+    save_file(state, str(tmp_path / "weights" / "model.safetensors"))
     before = set(os.listdir("/dev/shm"))
-    one, other = run(killed, 2, tmp_path, patience=30)
+    one, other = run(killed, 2, tmp_path, patience=30, when=when)
     assert one.error is not None
     assert one.error[0] == "PeerError"
     assert "rank 1" in one.error[1]
