@@ -2,12 +2,13 @@
 
 [Note: One copy on a node]
 Where all ranks that keep slices of a unit are on one machine, its frame is the same memory for all of them. Each
-writes its own slice there before the word of a gather ([Note: Agreement] in `outcore.parallel.ranks`) and reads those
-of the others after it. So nothing crosses a wire, and what is gathered is there once for the node, not for each rank.
+writes its own slice there before the word of a gather (see `outcore.parallel.ranks`) and reads those of the others
+after it. So nothing crosses a wire, and what is gathered is there once for the node, not for each rank.
 
 A rank that is ahead may take a frame again while another still reads it. It writes its slice, but the bytes that are
-there already: values change with a step alone, and no rank begins the updates of a step before all have agreed on its
-norm, when no backward reads frames any more. So what is read is never half of one value and half of another.
+there already: values change with a step or a load alone. No rank begins the updates of a step before all have agreed
+on its norm, nor a load before all have come to it, when nobody computes with frames any more. So what is read is never
+half of one value and half of another.
 
 What is gathered once a step counts in equal parts on all ranks, since all hold it equally long. What is gathered for
 each use counts on each rank as a whole: one that is ahead gives it back while others hold it, and nobody else answers
