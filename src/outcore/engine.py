@@ -15,6 +15,7 @@ from outcore.errors import ModelError, StateError
 from outcore.memory import ending
 from outcore.memory.budget import Limits
 from outcore.memory.disk import DiskTier
+from outcore.memory.heap import give_back
 from outcore.memory.ledger import Ledger
 from outcore.memory.refusal import allocating
 from outcore.model import weights as weights_of
@@ -135,6 +136,8 @@ class Engine:
                 self._resting[binding.resting.untyped_storage().data_ptr()] = binding.name
                 replace_data(binding.parameter, binding.resting)
                 resident += binding.resting.element_size()
+        self.ranks.agree("the end of the first values")  # each wrote what it keeps
+        give_back()  # what the heap kept of that is room for chunks
         resident += move_buffers(self.model, self.stage.device)
         self.stage.occupy(resident)
 

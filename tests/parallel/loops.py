@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 import outcore
 from exact.shapes import Stack
+from outcore.model import ranked_sites
+from outcore.parallel.node import can_share
+from outcore.parallel.ranks import World
 from parallel.together import Place
 
 ROWS = 12
@@ -28,6 +34,17 @@ def inputs(seed: int) -> torch.Tensor:
 def rows_of(x: torch.Tensor, place: Place) -> torch.Tensor:
     """This rank's share of a batch."""
     return x.chunk(place.ranks)[place.rank]
+
+
+@contextmanager
+def apart(on: bool = True) -> Iterator[None]:
+    """Ranks share no memory, as on different machines."""
+
+    def cannot(world: World, willing: bool) -> bool:
+        return can_share(world, False)
+
+    with mock.patch.object(ranked_sites, "can_share", cannot if on else can_share):
+        yield
 
 
 @dataclass(frozen=True)
@@ -87,7 +104,8 @@ def several(place: Place) -> list[dict[str, Any]]:
     found = []
     for way in place.settings["ways"]:
         model = place.settings.get("build", stack)()
-        optimizer = offloaded(model, way, place)
+        with apart(place.settings.get("apart", False)):
+            optimizer = offloaded(model, way, place)
         found.append(train(model, optimizer, way, place))
         found[-1]["snapshot"] = outcore.snapshot(model)
         outcore.release(model)

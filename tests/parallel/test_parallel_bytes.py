@@ -14,7 +14,7 @@ from torch import nn
 import outcore
 from exact.shapes import Stack
 from outcore.offloaded import engine_of
-from parallel.loops import Way, offloaded, train
+from parallel.loops import Way, apart, offloaded, train
 from parallel.test_parallel_matrix import off, same
 from parallel.together import Place, Team, alone, values
 
@@ -36,7 +36,8 @@ def measured(place: Place) -> dict[str, Any]:
     for stage in place.settings["stages"]:
         way = Way(stage, host="256MiB", clip=None, steps=1, precision=place.settings["precision"])
         model = large()
-        optimizer = offloaded(model, way, place)
+        with apart(place.settings["apart"]):
+            optimizer = offloaded(model, way, place)
         steps(model, optimizer, 1)
         before = outcore.snapshot(model)
         steps(model, optimizer, 2)
@@ -60,11 +61,17 @@ def steps(model: Any, optimizer: Any, number: int) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("precision", "width", "states"), [("fp32", 4, 8), ("bf16", 2, 10)])
-def test_memory_and_wire(precision: str, width: int, states: int, two: Team, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("precision", "width", "states", "far"),
+    [("fp32", 4, 8, True), ("bf16", 2, 10, False), pytest.param("bf16", 2, 10, True, marks=pytest.mark.slow)],
+)
+def test_memory_and_wire(
+    precision: str, width: int, states: int, far: bool, two: Team, tmp_path: Path
+) -> None:
+    """What is gathered crosses the wire where ranks are apart, and doesn't where they share memory."""
     stages = ("none", "optimizer", "gradients", "parameters")
-    n, ranks = count(large()), 2
-    for found in values(two.run(measured, tmp_path, stages=stages, precision=precision)):
+    n, ranks, gathers = count(large()), 2, int(far)
+    for found in values(two.run(measured, tmp_path, stages=stages, precision=precision, apart=far)):
         table = {
             "none": (width + states) * n,
             "optimizer": (width + states) * n / ranks + width * n,
@@ -74,9 +81,9 @@ def test_memory_and_wire(precision: str, width: int, states: int, two: Team, tmp
         share = (ranks - 1) / ranks * n
         least = {
             "none": share * (width + 4),  # sums come back in fp32, as they are kept
-            "optimizer": share * 2 * width,
-            "gradients": share * 2 * width,
-            "parameters": share * 3 * width,
+            "optimizer": share * (1 + gathers) * width,
+            "gradients": share * (1 + gathers) * width,
+            "parameters": share * (1 + 2 * gathers) * width,
         }
         for stage in stages:
             there = found[stage]["held"]

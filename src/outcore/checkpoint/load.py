@@ -58,7 +58,9 @@ def load(path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Opt
     engine = engine_with(model, optimizer)
     refuse_open(engine)
     end_previous(engine)
-    with engine.ranks.together(f"the load of {Path(path).name}"), opened(Path(path)) as reader:
+    what = f"the load of {Path(path).name}"
+    engine.ranks.agree(what)  # ranks may share what is replaced, and nobody reads it any more
+    with engine.ranks.together(what), opened(Path(path)) as reader:
         return Restore(engine, reader, engine.optimizer if optimizer is not None else None).run()
 
 

@@ -47,6 +47,7 @@ class RunStore:
     Attributes:
         gradients: in the run's dtype, as one backward leaves them.
         totals: in fp32, used from the second contribution on.
+        written: the elements whose first values are written here; others write the rest. ``None``: all of them.
     """
 
     name: str
@@ -56,6 +57,7 @@ class RunStore:
     totals: tuple[Chunk, ...]
     states: tuple[Chunk, ...]
     planes: tuple[PlaneType, ...]
+    written: range | None = None
 
     def elements(self, k: int) -> int:
         start, stop = self.run.extent(k)

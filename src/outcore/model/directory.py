@@ -5,8 +5,11 @@ Nothing is unpickled. A file is mapped, so that the bytes of one tensor at a tim
 
 from __future__ import annotations
 
+import hashlib
 import json
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -75,6 +78,19 @@ class Directory:
     def beside(self, plan: UnitPlan) -> int:
         return 0  # files are mapped: their pages are the system's to take back
 
+    def origin(self) -> bytes:
+        """This machine, the files, and which tensor is in which: ranks of one node that say the same read the same."""
+        said = hashlib.sha256(_machine())
+        for tensor, file in sorted(self._files.items()):
+            said.update(f"{tensor}\0{file.name}\0".encode())
+        for file in sorted(set(self._files.values())):
+            try:
+                found = file.stat()
+            except OSError as error:
+                raise ModelError(f"{file} can't be read: {error.strerror}") from None
+            said.update(f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns}\0".encode())
+        return said.digest()
+
     def values(self, plan: UnitPlan) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in plan.parameters:
             key = self._find(name, parameter)
@@ -92,3 +108,10 @@ class Directory:
                 if candidate in self._files:
                     return candidate
         raise ModelError(f"{self._path} has no weights for {name}")
+
+
+def _machine() -> bytes:
+    """What no other machine, nor this one after a restart, says of itself."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    return socket.gethostname().encode()

@@ -87,9 +87,13 @@ class HostFrames:
         if self._lent[unit] == 0:
             self._held.discard(unit)
             self._leaving.discard(unit)
-            for store in unit.stores:
-                self._places[store].release()
+            self._let_go(unit)
             self._pool.repay(self._bytes(unit))
+
+    def _let_go(self, unit: Unit) -> None:
+        """Give the frame's pages back."""
+        for store in unit.stores:
+            self._places[store].release()
 
     def _fill(self, unit: Unit) -> None:
         """Bring this rank's slice to its place in the frame, for which there is room."""

@@ -19,18 +19,21 @@ from outcore.memory.budget import Budget, Limits
 from outcore.memory.device import Streams, free_bytes
 from outcore.memory.host import reserve
 from outcore.memory.ledger import Ledger
+from outcore.memory.shared import share_of
 from outcore.model.descent import Descent
 from outcore.model.gathering import Gathering
 from outcore.model.host_frames import HostFrames, frame_bytes
 from outcore.model.ranked_device_stage import Descending, RankedDeviceStage
 from outcore.model.ranked_stage import RankedStage, ShardedStage
+from outcore.model.replicas import Replicas
 from outcore.model.saved.carriers import Carrier
+from outcore.model.shared_frames import shared_frames
 from outcore.model.sites import DeviceSite, HostSite, Site
 from outcore.model.stage import Stage
 from outcore.model.summing import Arrivals, Here, Summing
 from outcore.model.supply import Chunks, Gathered, Supply
 from outcore.model.unit import Extra, Unit
-from outcore.model.weights import Compared, Source
+from outcore.model.weights import Source, agreed
 from outcore.optim.gradients import Gradients
 from outcore.optim.kernels import workers
 from outcore.optim.reduction import (
@@ -41,6 +44,7 @@ from outcore.optim.reduction import (
     wider_bytes,
 )
 from outcore.optim.updates import Updates
+from outcore.parallel.node import can_share
 from outcore.parallel.ranks import Ranks, World
 from outcore.trace.clock import Clock
 from outcore.trace.schedule import Schedule
@@ -51,10 +55,12 @@ class Joined:
 
     Args:
         world: the ranks.
+        shares: whether this rank can use memory that ranks of a node share.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, shares: bool) -> None:
         self._world = world
+        self._shares = can_share(world, shares)
         self._states = world.sharding.states
         self._eager = self._states in ("parameters", "gradients") and world.sharding.sums == "backward"
         self._keeps = self._states in ("gradients", "optimizer")
@@ -87,10 +93,13 @@ class Joined:
         if not self._keeps:
             return Extra(frame, working, gradients)
         frames = sum(map(frame, units))
+        if self._shares:
+            parts = (share_of(frame_bytes(store, size), size) for unit in units for store in unit.stores)
+            frames = sum(parts)
         return Extra(working=working + frames, total=frames + gradients)
 
     def source(self, source: Source) -> Source:
-        return Compared(source, self._world)
+        return agreed(source, self._world)
 
     def replacer(self, schedule: Schedule, trains: bool, room: Callable[[], int]) -> Replacer:
         return Belady(schedule)  # what is gathered ahead takes room that an even share would keep from it
@@ -139,10 +148,17 @@ class Joined:
         clock: Clock,
         ledger: Ledger,
         updates: Updates,
-        reserve: Reserve,
+        pinned: Reserve | None,
     ) -> tuple[HostFrames, Gathering]:
-        """What gathers parameters on the host."""
-        frames = HostFrames(units, pool, self._world, reserve)
+        """What gathers parameters on the host.
+
+        Args:
+            pinned: makes the memory of frames, where a device must reach it.
+        """
+        if self._shares:
+            frames: HostFrames = shared_frames(units, pool, self._world, self._keeps)
+        else:
+            frames = HostFrames(units, pool, self._world, pinned or reserve)
         return frames, Gathering(units, frames, summing, clock, ledger, updates)
 
 
@@ -151,17 +167,26 @@ class RankedHostSite(Joined, HostSite):
 
     def __init__(self, limits: Limits, world: World) -> None:
         HostSite.__init__(self, limits)
-        Joined.__init__(self, world)
+        Joined.__init__(self, world, world.sharding.states != "none" or not limits.disk)
         self.ranks: Ranks = world
+        self._replicas = Replicas(world)
 
     def span(self, run: Run) -> Span:
+        if self._is_replica(run):
+            return self._replicas.span(run)
         if not self.sharded:
             return super().span(run)
         return lambda offset, nbytes: self._frames.place(nbytes)  # no chunk is used where it lies
 
     def settle(self, run: Run, store: RunStore) -> None:
-        if not self.sharded:
+        if self._is_replica(run):
+            self._spans[store] = self._replicas.last(store)
+        elif not self.sharded:
             super().settle(run, store)
+
+    def _is_replica(self, run: Run) -> bool:
+        """Whether all ranks of the node have the run in common."""
+        return self._shares and not self.sharded and not run.trained
 
     def furnish(
         self,
@@ -177,9 +202,10 @@ class RankedHostSite(Joined, HostSite):
         own = Gradients(stores.values(), pool, workers())
         summing = self.summing(units, own, stores, gradients, pool, Here())
         if not self.sharded:
-            return RankedStage(pool, self._spans, own, summing)
-        frames, gathering = self.gathering(units, pool, summing, clock, ledger, updates, reserve)
-        return ShardedStage(pool, own, summing, frames, gathering, self._keeps)
+            self._replicas.settle()
+            return RankedStage(pool, self._spans, own, summing, self._replicas)
+        frames, gathering = self.gathering(units, pool, summing, clock, ledger, updates, None)
+        return ShardedStage(pool, own, summing, frames, gathering, self._keeps, self._replicas)
 
 
 class RankedDeviceSite(Joined, DeviceSite):
@@ -187,7 +213,7 @@ class RankedDeviceSite(Joined, DeviceSite):
 
     def __init__(self, device: torch.device, limits: Limits, prefetch: bool, world: World) -> None:
         DeviceSite.__init__(self, device, limits, prefetch)
-        Joined.__init__(self, world)
+        Joined.__init__(self, world, False)  # what a device reaches is page-locked by each rank
         self.ranks: Ranks = world
 
     def furnish(

@@ -6,15 +6,16 @@ What ranks do together is said elsewhere: `outcore.model.summing` says when grad
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from outcore.chunks.pool import Pool
 from outcore.chunks.store import RunStore
-from outcore.memory.host import Region
+from outcore.memory.place import Place
 from outcore.model.gathering import Gathering
 from outcore.model.host_frames import HostFrames
+from outcore.model.replicas import Replicas
 from outcore.model.stage import HostStage, view
 from outcore.model.summing import Summing
 from outcore.model.unit import Binding, Unit
@@ -26,11 +27,20 @@ class RankedStage(HostStage):
 
     Args:
         own: takes what this rank's backward passes leave.
+        replicas: what the ranks of this node have in common.
     """
 
-    def __init__(self, pool: Pool, spans: dict[RunStore, Region], own: Gradients, summing: Summing) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        spans: Mapping[RunStore, Place],
+        own: Gradients,
+        summing: Summing,
+        replicas: Replicas,
+    ) -> None:
         super().__init__(pool, spans, own)
         self._summing = summing
+        self._replicas = replicas
 
     def collect(self, unit: Unit, binding: Binding, gradient: torch.Tensor) -> None:
         super().collect(unit, self._summing.home(binding), gradient)
@@ -50,6 +60,10 @@ class RankedStage(HostStage):
     def forget_gradients(self) -> None:
         self._summing.forget()
 
+    def shut(self) -> None:
+        super().shut()
+        self._replicas.shut()
+
 
 class ShardedStage(RankedStage):
     """Every rank keeps its slice, and parameters are gathered into frames of the host.
@@ -66,8 +80,9 @@ class ShardedStage(RankedStage):
         frames: HostFrames,
         gathering: Gathering,
         keeps: bool,
+        replicas: Replicas,
     ) -> None:
-        super().__init__(pool, {}, own, summing)
+        super().__init__(pool, {}, own, summing, replicas)
         self._frames = frames
         self._gathering = gathering
         self._keeps = keeps

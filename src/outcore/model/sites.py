@@ -24,6 +24,7 @@ from outcore.memory.heap import give_back, keep_all, keep_within
 from outcore.memory.host import Region, reserve
 from outcore.memory.ledger import Ledger
 from outcore.memory.pinned import PinnedMemory
+from outcore.memory.place import Place
 from outcore.model.descent import Descent
 from outcore.model.device_stage import DeviceStage
 from outcore.model.saved.carriers import Carrier, HostCarrier
@@ -131,7 +132,7 @@ class HostSite(Lone):
         self.device = torch.device("cpu")
         self._limits = limits
         self._span: Region | None = None
-        self._spans: dict[RunStore, Region] = {}
+        self._spans: dict[RunStore, Place] = {}
 
     def span(self, run: Run) -> Span:
         self._span = reserve(span_bytes(run))

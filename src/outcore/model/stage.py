@@ -9,14 +9,14 @@ pages come and go beneath it. (On an accelerator the same is done with resizable
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from outcore.chunks.pool import Access, Guard, Pool
 from outcore.chunks.store import RunStore
-from outcore.memory.host import Region
+from outcore.memory.place import Place
 from outcore.model.unit import Binding, Unit
 from outcore.optim.gradients import Gradients
 
@@ -75,7 +75,7 @@ class Stage(Protocol):
 class HostStage:
     """Computing on the CPU: parameters are used where their chunks lie."""
 
-    def __init__(self, pool: Pool, spans: dict[RunStore, Region], gradients: Gradients) -> None:
+    def __init__(self, pool: Pool, spans: Mapping[RunStore, Place], gradients: Gradients) -> None:
         self.device = torch.device("cpu")
         self._pool = pool
         self._gradients = gradients

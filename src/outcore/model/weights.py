@@ -10,6 +10,7 @@ import torch
 import xxhash
 from torch import nn
 
+from outcore.chunks.layout import Segment
 from outcore.chunks.pool import Access, Pool
 from outcore.chunks.store import RunStore
 from outcore.errors import ModelError
@@ -19,6 +20,9 @@ from outcore.model.unit import Binding, Unit
 from outcore.model.units import UnitPlan
 from outcore.optim.kernels import Rule
 from outcore.parallel.ranks import Ranks, World
+
+STRETCH = 1 << 18
+"""Elements that are widened to fp32 at a time; a multiple of `outcore.chunks.layout.ALIGN`."""
 
 
 class Source(Protocol):
@@ -30,9 +34,15 @@ class Source(Protocol):
     def values(self, plan: UnitPlan) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter of the unit with a tensor of its shape on the CPU, of any floating dtype."""
 
+    def origin(self) -> bytes:
+        """What says that whoever has the same gets the same values; empty if nothing does but the values."""
+
 
 class InMemory:
     """A model that holds its weights already."""
+
+    def origin(self) -> bytes:
+        return b""
 
     def beside(self, plan: UnitPlan) -> int:
         return 0
@@ -42,8 +52,21 @@ class InMemory:
             yield name, parameter.detach().cpu()
 
 
+def agreed(source: Source, world: World) -> Source:
+    """First values that all ranks have in common.
+
+    Where all of them name the same files of one machine, each reads what it keeps and nothing else: files are mapped,
+    so what isn't touched isn't read. Else values are compared.
+    """
+    what = "where the first values come from"
+    with world.telling(what):
+        own = source.origin()
+    said = world.words(own, what)
+    return source if own and all(word == own for word in said) else Compared(source, world)
+
+
 class Compared:
-    """Values that must be the same on all ranks: a digest of each unit is compared.
+    """Values that must be the same on all ranks: a digest of each unit is compared, for which all read all of it.
 
     Raises:
         UsageError: they differ; from `values`, on all ranks.
@@ -52,6 +75,9 @@ class Compared:
     def __init__(self, source: Source, world: World) -> None:
         self._source = source
         self._world = world
+
+    def origin(self) -> bytes:
+        return self._source.origin()
 
     def beside(self, plan: UnitPlan) -> int:
         return self._source.beside(plan)
@@ -79,6 +105,9 @@ class Initialised:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+
+    def origin(self) -> bytes:
+        return b""
 
     def beside(self, plan: UnitPlan) -> int:
         return sum(4 * parameter.numel() for _, parameter in plan.parameters)
@@ -159,14 +188,33 @@ def write(binding: Binding, values: torch.Tensor, pool: Pool, rule: Rule | None)
         for segment in store.run.segments(k):
             if segment.slot is not slot:
                 continue
-            piece = flat[segment.first : segment.first + segment.stop - segment.start]
-            part = slice(segment.start, segment.stop)
+            part, first = _ours(store, k, segment)
+            piece = flat[first : first + part.stop - part.start]
+            if not len(piece):
+                continue
             with pool.guard((store.parameters[k], *store.states[k : k + 1]), Access.WRITE):
                 if store.states and rule is not None:
-                    planes = store.state(k, part)
-                    rule.initialise(planes, store.parameter(k)[part], piece.float())
+                    _initialise(store, k, part, piece, rule)
                 else:
                     store.parameter(k)[part].copy_(piece)
+
+
+def _ours(store: RunStore, k: int, segment: Segment) -> tuple[slice, int]:
+    """What of a segment is written here, and where in the parameter it begins."""
+    start, stop = segment.start, segment.stop
+    if store.written is not None:
+        before = store.run.extent(k)[0]
+        start = min(max(start, store.written.start - before), stop)
+        stop = max(min(stop, store.written.stop - before), start)
+    return slice(start, stop), segment.first + start - segment.start
+
+
+def _initialise(store: RunStore, k: int, part: slice, values: torch.Tensor, rule: Rule) -> None:
+    """Little by little: what is widened to fp32 meanwhile counts nowhere, and each rank does it at once."""
+    for first in range(0, len(values), STRETCH):
+        piece = values[first : first + STRETCH]
+        at = slice(part.start + first, part.start + first + len(piece))
+        rule.initialise(store.state(k, at), store.parameter(k)[at], piece.float())
 
 
 def masters(unit: Unit, pool: Pool, rule: Rule | None, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:

@@ -137,6 +137,8 @@ class World:
         slices: the ranks among which states are cut. With ``"none"`` they are not, but gradients are summed as if.
         gathers: the same as ``slices``, over connections of their own, for what goes on beside everything else.
         replicas: the ranks that keep the same slice as this one, which is one rank unless the mesh has two dimensions.
+        row: the numbers of those in ``slices``, in their order.
+        together_here: whether all of them are on this machine.
     """
 
     def __init__(self, sharding: Sharding) -> None:
@@ -163,6 +165,8 @@ class World:
         lives: list[Any] = [None] * self.size
         dist.all_gather_object(lives, Life.own(), group=self._all.group)
         self.neighbours = sum(life.host == lives[self.number].host for life in lives)
+        self.row = [ranks.index(member) for member in self.slices.members]
+        self.together_here = all(lives[n].host == lives[self.number].host for n in self.row)
         name = hashlib.sha256(repr((lives, _count())).encode()).hexdigest()[:16]
         self._roll = RollCall(name, self.number, lives)
 
