@@ -188,6 +188,12 @@ def times(options: argparse.Namespace) -> list[dict[str, Any]]:
     planned: dict[str, list[Outcome]] = {label: [] for label in cases}
     for _ in range(options.rounds):
         profiled = Here.of(profile(device, options.folder))
+        print(
+            f"profile: disk {profiled.disk_read / 1e9:.2f} GB/s read, {profiled.disk_write / 1e9:.2f} written, "
+            f"{1e3 * profiled.turn:.2f} ms each transfer; beside each other computing keeps {profiled.taxed:.2f}, the "
+            f"disk {profiled.slowed:.2f}; computing and an update {profiled.both:.2f}",
+            flush=True,
+        )
         for label, case in cases.items():
             machine = Timed(**vars(profiled), clock=clock)
             planned[label].append(predict(case, limits[label], machine))

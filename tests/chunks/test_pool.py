@@ -130,6 +130,7 @@ class Machine(RuleBasedStateMachine):
             held = [chunk for chunk in self.chunks if chunk.on_host]
             holding = sum(chunk.nbytes for chunk in held) + self.pool.warm
             assert self.pool.used == holding == self.ledger.held("host")
+            assert self.pool._held.below == sum(c.residence is Residence.DISK for c in self.chunks)
             assert self.pool.used <= max(self.pool.ceiling, len(self.pinned()) * PAGE)
             assert [c.pins for c in self.chunks] == [
                 sum(k in chosen for _, chosen in self.open) for k in range(COUNT)
@@ -172,6 +173,36 @@ def test_a_guard_that_does_not_fit_leaves_the_pool_usable() -> None:
     pool.close()
     with pytest.raises(StateError, match="released"):
         pool.guard(chunks[:1], Access.READ)
+    disk.close()
+
+
+def test_who_has_all_at_hand_and_room_to_spare_looks_no_further() -> None:
+    """The walk through what comes would find nothing to read and nothing to write."""
+    pool, chunks, order, disk, _ = build(room=2 * COUNT)
+    asked = 0
+
+    def upcoming() -> Iterable[tuple[int, Chunk]]:
+        nonlocal asked
+        asked += 1
+        return list(enumerate(order.coming, 1))
+
+    order.upcoming = upcoming  # type: ignore[method-assign]
+    order.coming = chunks
+    for chunk in chunks:
+        pool.guard([chunk], Access.FRESH).close()
+    pool.advance()
+    assert asked == 0
+    assert pool.used == COUNT * PAGE
+    pool.reserve((COUNT + 1) * PAGE, (COUNT + 1) * PAGE)  # one has to leave
+    pool.quiesce()
+    assert asked > 0
+    order.coming = [chunk for chunk in chunks if chunk.residence is Residence.DISK]
+    assert order.coming
+    pool.reserve(0, 0)
+    pool.advance()
+    pool.quiesce()
+    assert all(chunk.on_host for chunk in chunks)
+    pool.close()
     disk.close()
 
 

@@ -96,6 +96,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let measurements take no time."""
     monkeypatch.setattr(measure, "DISK_SAMPLE", 8 << 20)
     monkeypatch.setattr(measure, "EXTENT", 1 << 20)
+    monkeypatch.setattr(measure, "PASSING", {1 << 16: 4, 1 << 17: 4})
     monkeypatch.setattr(measure, "ROUNDS", 1)
     monkeypatch.setattr(measure, "SPAN", 0.0)
 

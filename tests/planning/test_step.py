@@ -17,6 +17,7 @@ from outcore.planning.cache import Cache
 from outcore.planning.flow import Piece
 from outcore.planning.minimum import needs
 from outcore.planning.outcome import Limits, Outcome
+from outcore.planning.passage import Passage
 from outcore.planning.planner import Planner
 from outcore.planning.route import Route
 from outcore.planning.settings import Settings
@@ -161,6 +162,32 @@ def test_no_more_than_a_quarter_is_read_ahead_but_for_the_next_two_ticks() -> No
     emptied(cache)
     cache.advance(0)
     assert [p.on_host for p in small] == [False, True, True, True, False, False]
+
+
+def test_each_transfer_takes_its_turn_and_computing_slows_the_disk_as_the_disk_slows_computing() -> None:
+    first, second = Piece(100, 0), Piece(100, 1)
+    route = Route([[(("update", 0), (first,)), (("update", 1), (second,))]], 2)
+    cache = Cache(400, 1 << 20, 100.0, 100.0, route, taxed=0.5, slowed=0.25, turn=1.0)
+    cache.bring((first,), fresh=True)
+    cache.release((first,))
+    emptied(cache)
+    assert cache.now == 2.0  # 1 s for its bytes
+    assert cache.enter((first,))
+    assert first.residence is Residence.READING
+    cache.work(3.0, shared=True)
+    assert cache.now == pytest.approx(8.0)  # 6 s at half the speed, in which the disk gets 1.5 s done
+    assert first.residence is Residence.READING
+    cache.bring((first,))
+    assert cache.now == pytest.approx(8.5)
+    assert cache.waited["disk read"] == pytest.approx(0.5)
+
+
+def test_chunks_pass_through_a_pool_that_is_too_small_for_them(tmp_path: Path) -> None:
+    with Passage(tmp_path, 1 << 16, 4) as passage:
+        before = passage.moved
+        passage.lap()
+        assert 2 << 16 <= passage.moved - before <= 2 * 4 << 16
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("roomy", [False, True], ids=["tight", "roomy"])

@@ -28,6 +28,7 @@ class Holdings:
     Attributes:
         used: bytes held in all.
         borrowed: bytes of them that are not a chunk's.
+        below: chunks whose bytes are on disk alone.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -39,6 +40,7 @@ class Holdings:
         )  # those that others can take, by size
         self.used = 0
         self.borrowed = 0
+        self.below = 0
 
     def __iter__(self) -> Iterator[Chunk]:
         """The chunks on the host, longest there first."""
@@ -58,6 +60,7 @@ class Holdings:
 
     def take(self, chunk: Chunk, to: Residence) -> None:
         """A chunk comes to the host. Unless it is to be read from disk, its bytes read as zeros."""
+        self.below -= chunk.residence is Residence.DISK
         chunk.move(to)
         self._chunks[chunk] = None
         donor = self._donors((chunk,))[0]
@@ -90,6 +93,11 @@ class Holdings:
         """A chunk's bytes are worth nothing any more; see [Note: Warm pages]."""
         self._leave(chunk, Residence.EMPTY)
         self._keep_warm(chunk)
+
+    def forget(self, chunk: Chunk) -> None:
+        """The bytes that a chunk has on disk are worth nothing any more."""
+        chunk.move(Residence.EMPTY)
+        self.below -= 1
 
     def vacate(self, chunk: Chunk) -> None:
         """A chunk whose bytes are on disk leaves for others, which may take over its pages."""
@@ -134,6 +142,7 @@ class Holdings:
 
     def _leave(self, chunk: Chunk, to: Residence) -> None:
         chunk.move(to)
+        self.below += to is Residence.DISK
         del self._chunks[chunk]
 
     def _hold(self, chunk: Chunk, sign: int) -> None:

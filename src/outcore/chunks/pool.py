@@ -299,7 +299,7 @@ class Pool:
                 elif chunk.on_host:
                     self._held.give_back(chunk, Residence.EMPTY)
                 elif chunk.residence is Residence.DISK:
-                    chunk.move(Residence.EMPTY)
+                    self._held.forget(chunk)
                 if chunk.extent is not None and self._disk is not None:
                     self._disk.free(chunk.extent)
                     chunk.extent = None
@@ -358,7 +358,10 @@ class Pool:
         """
         if not self._prefetch or not self._holds_idle or self._closed or self._disk is None:
             return
-        horizon = self._room.clear // 4
+        clear = self._room.clear
+        horizon = clear // 4
+        if not self._held.below and self._held.used + max(horizon, NEAR * self._working) <= clear:
+            return  # nothing to read, and no room to make: to walk through what comes would find just that
         absent, distance, full = list[Chunk](), 0, False
         try:
             for distance, chunk in self._order.upcoming():

@@ -37,6 +37,8 @@ class Cache:
         read: bytes per second of the disk.
         write: likewise.
         taxed: share of its speed that the training thread keeps while the disk works.
+        slowed: share of its speed that the disk keeps while the training thread computes.
+        turn: seconds that a transfer takes beside those of its bytes.
     """
 
     def __init__(
@@ -47,13 +49,15 @@ class Cache:
         write: float,
         route: Route,
         taxed: float = 1.0,
+        slowed: float = 1.0,
+        turn: float = 0.0,
     ) -> None:
         self._budget = budget
         self._disk_budget = disk_budget
         self._route = route
         self._foresight = Foresight(route)
         self._victims = Victims(route, bool(disk_budget))
-        self.disk = Disk(read, write, self._moved) if disk_budget else None
+        self.disk = Disk(read, write, self._moved, turn) if disk_budget else None
         self.now = 0.0
         self.position = -1
         self.used = 0
@@ -66,6 +70,7 @@ class Cache:
         self.beside: Beside = Nobody()
         self.waited = {"disk read": 0.0, "disk write": 0.0, "update": 0.0}
         self._taxed = taxed
+        self._slowed = slowed
         self._leaving = 0
         self._count = 0
         self._resident: dict[Piece, None] = {}  # in order: a set would be in that of addresses
@@ -136,7 +141,9 @@ class Cache:
 
     def _next(self, shared: bool) -> float:
         """When something happens by itself."""
-        disk = self.disk.next_end() if self.disk is not None and not self.disk.idle else FOREVER
+        disk = FOREVER
+        if self.disk is not None and not self.disk.idle:
+            disk = self.disk.next_end(self._slowed if shared else 1.0)
         return max(self.now, min(disk, self.beside.next_end(self.now, shared)))
 
     def _pass(self, until: float, shared: bool) -> None:
@@ -144,7 +151,7 @@ class Cache:
         self.beside.work(until - self.now, shared)
         self.now = until
         if self.disk is not None:
-            self.disk.run(until)
+            self.disk.run(until, self._slowed if shared else 1.0)
         self.beside.look()
 
     def wait(self, what: str) -> None:

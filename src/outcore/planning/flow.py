@@ -45,18 +45,23 @@ class Disk:
         read: bytes per second.
         write: likewise.
         done: called with each piece and its time when its transfer ends.
+        turn: seconds that each transfer takes beside those of its bytes.
     """
 
-    def __init__(self, read: float, write: float, done: Callable[[Piece, bool, float], None]) -> None:
+    def __init__(
+        self, read: float, write: float, done: Callable[[Piece, bool, float], None], turn: float = 0.0
+    ) -> None:
         self._rates = (read, write)
         self._done = done
+        self._turn = turn
         self._reads: deque[tuple[Piece, float]] = deque()
         self._writes: deque[tuple[Piece, float]] = deque()
         self._in_row = 0
-        self._free = 0.0
-        self._current: tuple[Piece, bool, float] | None = None
+        self._worked = 0.0
+        self._left = 0.0
+        self._current: tuple[Piece, bool] | None = None
         self.moved = [0, 0]
-        self.busy = 0.0
+        self.busy = [0.0, 0.0]
 
     @property
     def idle(self) -> bool:
@@ -71,27 +76,32 @@ class Disk:
         writing = not self._reads or (bool(self._writes) and self._in_row >= READS_PER_WRITE)
         self._in_row = 0 if writing else self._in_row + 1
         piece, since = (self._writes if writing else self._reads).popleft()
-        seconds = piece.nbytes / self._rates[writing]
-        self._free = max(self._free, since) + seconds
+        self._left = self._turn + piece.nbytes / self._rates[writing]
+        self._worked = max(self._worked, since)
         self.moved[writing] += piece.nbytes
-        self.busy += seconds
-        self._current = piece, writing, self._free
+        self.busy[writing] += self._left
+        self._current = piece, writing
 
-    def run(self, until: float) -> None:
-        """Let transfers end that do so by then."""
+    def run(self, until: float, speed: float = 1.0) -> None:
+        """Let transfers end that do so by then; ``speed`` is the share of its own that the disk has."""
         while True:
             self._start()
-            if self._current is None or self._current[2] > until:
+            if self._current is None:
                 return
-            piece, writing, end = self._current
-            self._current = None
+            end = self._worked + self._left / speed
+            if end > until:
+                self._left -= max(0.0, until - self._worked) * speed
+                self._worked = max(self._worked, until)
+                return
+            (piece, writing), self._current = self._current, None
+            self._worked = end
             self._done(piece, writing, end)
 
-    def next_end(self) -> float:
-        """When the transfer under way ends. Only while not `idle`."""
+    def next_end(self, speed: float = 1.0) -> float:
+        """When the transfer under way ends, at this speed. Only while not `idle`."""
         self._start()
         assert self._current is not None
-        return self._current[2]
+        return self._worked + self._left / speed
 
 
 class Link:

@@ -42,6 +42,8 @@ class Machine:
             takes from the other what it gets, 2 if neither feels the other; 0 if unknown, which is 1 where the CPU
             computes and 2 where it doesn't.
         taxed: the share of its speed that computing keeps while the disk is busy.
+        slowed: the share of its speed that the disk keeps while something is computed.
+        turn: seconds that a transfer between host and disk takes beside those of its bytes.
         attention: FLOP/s of fused attention as a share of those of matrix products.
         in_node: from each accelerator to the others of its node, each way; 0 if there are no others.
         network: from each accelerator to other nodes, each way; 0 if there are none.
@@ -70,6 +72,8 @@ class Machine:
     attention: float = 1.0
     in_node: float = 0.0
     network: float = 0.0
+    slowed: float = 1.0
+    turn: float = 0.0
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -92,7 +96,9 @@ class Machine:
             raise UsageError(f"reached must be a share above 0 and at most 1, and is {self.reached!r}")
         if not 0 <= self.overhead < 1:
             raise UsageError(f"overhead must be seconds, from 0 to below 1, and is {self.overhead!r}")
-        for name, most in (("both", 2), ("taxed", 1), ("attention", 4)):
+        if not 0 <= self.turn < 1:
+            raise UsageError(f"turn must be seconds, from 0 to below 1, and is {self.turn!r}")
+        for name, most in (("both", 2), ("taxed", 1), ("slowed", 1), ("attention", 4)):
             value = getattr(self, name)
             if not 0 < value <= most and not (name == "both" and value == 0):
                 raise UsageError(f"{name} must be above 0 and at most {most}, and is {value!r}")

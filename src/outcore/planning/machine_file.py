@@ -53,6 +53,8 @@ _DEFAULTS: dict[str, Any] = {
     "attention": 1.0,
     "in_node": 0.0,
     "network": 0.0,
+    "slowed": 1.0,
+    "turn": 0.0,
 }
 
 
@@ -104,7 +106,7 @@ def from_table(table: Mapping[str, Any], name: str) -> Machine:
     if not isinstance(values["flops"], Mapping):
         raise UsageError("flops must be a table: [flops], then lines such as bf16 = 165e12")
     values["flops"] = dict(values["flops"])
-    for share in ("reached", "overhead", "both", "taxed", "attention"):
+    for share in ("reached", "overhead", "both", "taxed", "slowed", "turn", "attention"):
         if isinstance(values[share], bool) or not isinstance(values[share], (int, float)):
             raise UsageError(f"{share} must be a number, and is {values[share]!r}")
     return Machine(**values)

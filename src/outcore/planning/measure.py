@@ -22,6 +22,7 @@ from outcore.memory.host import reserve
 from outcore.memory.ledger import Ledger
 from outcore.optim.kernels import AdamRule, GradTransform, Master
 from outcore.planning.machine import Machine
+from outcore.planning.passage import Passage
 from outcore.planning.this import sizes
 from outcore.planning.work import Work
 
@@ -30,6 +31,8 @@ SPAN = 0.6
 """Least rounds and seconds of a measurement."""
 DISK_SAMPLE = 512 << 20
 EXTENT = 32 << 20
+PASSING = {1 << 20: 48, 16 << 20: 8}
+"""Chunks that pass through a pool, small and large, and how many."""
 COUNT = 1 << 21
 """Parameters of an update beside which computing is measured: those of a chunk or two."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -62,7 +65,8 @@ def measure(
     update = updating()
     say("operators")
     overhead = launching(device)
-    taxed = 1.0
+    taxed = slowed = 1.0
+    turn = 0.0
     say("computing beside an update")
     both = sum(together(product(device), update_of(COUNT)[0]))
     read, write = 0.0, 0.0
@@ -70,7 +74,7 @@ def measure(
         say(f"the disk at {os.fspath(folder)}")
         with Disk(folder) as probe:
             read, write = probe.rates()
-            taxed = together(product(device), probe.both_ways)[0]
+        read, write, turn, taxed, slowed = passing(folder, read, write, product(device))
     on_device, host, room = sizes(device, folder)
     return Machine(
         name=f"{os.uname().nodename}, {device}",
@@ -89,6 +93,8 @@ def measure(
         overhead=overhead,
         both=min(2.0, max(1.0, both)),
         taxed=min(1.0, taxed),
+        slowed=min(1.0, slowed),
+        turn=turn,
         attention=min(4.0, share),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
@@ -229,6 +235,39 @@ def together(first: Callable[[], object], second: Callable[[], object]) -> tuple
     return beside[0] / alone[0], beside[1] / alone[1]
 
 
+def passing(
+    folder: str | os.PathLike[str], read: float, write: float, work: Callable[[], object]
+) -> tuple[float, float, float, float, float]:
+    """What a disk does for a pool, see `outcore.planning.passage`.
+
+    Args:
+        read: bytes per second that it reads where nothing else goes on.
+        write: likewise.
+        work: what is computed beside it.
+
+    Returns:
+        ``read`` and ``write`` as they are where both take turns, seconds of a transfer beside those of its bytes, the
+        share of its speed that ``work`` keeps beside transfers, and the share that these keep.
+
+    Raises:
+        TierError: the disk can't be used.
+    """
+    seconds, kept = {}, []
+    for nbytes, count in PASSING.items():
+        with Passage(folder, nbytes, count) as passage:
+            moved, start = passage.moved, time.perf_counter()
+            _speed(passage.lap, SPAN)
+            transfers = max(1, (passage.moved - moved) // nbytes)
+            seconds[nbytes] = (time.perf_counter() - start) / transfers
+            kept.append(together(work, passage.lap))
+    small, large = PASSING
+    each = max(0.0, (seconds[large] - seconds[small]) / (large - small))
+    share = min(1.0, (1 / read + 1 / write) / 2 / each) if each else 1.0
+    turn = max(0.0, seconds[small] - small * (1 / read + 1 / write) / 2 / share)
+    taxed, slowed = (sum(shares) / len(kept) for shares in zip(*kept, strict=True))
+    return read * share, write * share, turn, taxed, slowed
+
+
 def _speed(work: Callable[[], object], seconds: float) -> float:
     """How often some work is done per second."""
     count, start = 0, time.perf_counter()
@@ -288,13 +327,6 @@ class Disk:
             region.tensor.random_(0, 256)
         wrote = mean(self._write, torch.device("cpu"))
         return DISK_SAMPLE / mean(self._read, torch.device("cpu")), DISK_SAMPLE / wrote
-
-    def both_ways(self) -> None:
-        """Write a little and read it."""
-        region, extent = self._regions[0], self._extents[0]
-        self._tier.write(extent, region.buffer).result()
-        region.release()
-        self._tier.read(extent, region.buffer).result()
 
     def _write(self) -> None:
         regions = self._regions

@@ -15,8 +15,9 @@ in the order of that forward as far as there is room, or where their unit is use
 activations leave room for less than two of them.
 
 [Note: Who shares what]
-Where the CPU computes, updates take its cores from it, and so do the threads of the disk (copies and checksums). Both
-are measured by ``outcore profile``: `Machine.both`, `Machine.taxed`. Two updates at a time share them in any case.
+Where the CPU computes, updates take its cores from it, and so do the threads of the disk (pages, checksums, what the
+pool does about each transfer), which in their turn wait for cores. ``outcore profile`` measures what is left to each:
+`Machine.both`, `Machine.taxed`, `Machine.slowed`. Two updates at a time share the cores in any case.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ class Simulation:
             machine.disk_write,
             self._route,
             machine.taxed,
+            machine.slowed,
+            machine.turn,
         )
         self._updater = Updater(self._cache, machine.beside)
         self._cache.beside = self._updater
@@ -184,13 +187,11 @@ class Simulation:
 
     def _totals(self) -> dict[str, float]:
         found: dict[str, float] = {f"waited {link}": s for link, s in self._cache.waited.items()}
-        disk, frames, machine = self._cache.disk, self._frames, self._machine
+        disk, frames = self._cache.disk, self._frames
         if disk is not None:
-            for index, (link, rate) in enumerate(
-                (("disk read", machine.disk_read), ("disk write", machine.disk_write))
-            ):
+            for index, link in enumerate(("disk read", "disk write")):
                 found[f"moved {link}"] = disk.moved[index]
-                found[f"busy {link}"] = disk.moved[index] / rate
+                found[f"busy {link}"] = disk.busy[index]
         if frames is not None:
             found |= {f"waited {link}": s for link, s in frames.waited.items()}
             for link, server in (("device in", frames.link_in), ("device out", frames.link_out)):
