@@ -40,7 +40,9 @@ def main() -> None:
         dist.init_process_group("gloo")
     train(asked, SMALL, 1)
     baseline = pss()
-    print(MARK + json.dumps({"baseline": baseline, **train(asked, asked["model"], asked["steps"])}), flush=True)
+    print(
+        MARK + json.dumps({"baseline": baseline, **train(asked, asked["model"], asked["steps"])}), flush=True
+    )
 
 
 def train(asked: dict[str, Any], name: str, steps: int) -> dict[str, Any]:
@@ -75,12 +77,13 @@ def train(asked: dict[str, Any], name: str, steps: int) -> dict[str, Any]:
             wire.append(received() - before[0])
             device.append(on_device() - before[1])
             counted.append(outcore.snapshot(model).moved.get("wire", 0) - before[2])
-    seen = outcore.snapshot(model)
+    pool = engine_of(model).pool
+    pool.hold_idle(False)  # pages that hold nothing and wait for the next step are given back
+    pool.hold_idle(True)
     found = {
         "parameters": count,
         "pss": pss(),
-        "ledger": seen.held["host"] - engine_of(model).pool.warm,
-        "warm": engine_of(model).pool.warm,
+        "ledger": outcore.snapshot(model).held["host"],
         "wire": wire,
         "device": device,
         "counted": counted,

@@ -165,7 +165,9 @@ class Compute:
 class Outcore:
     """outcore on the tiers that its budget names; with a disk if the budget has no room for everything."""
 
-    def __init__(self, settings: Settings, disk: bool, microbatch: int | None = None) -> None:
+    def __init__(
+        self, settings: Settings, disk: bool, microbatch: int | None = None, states: Any = "parameters"
+    ) -> None:
         if settings.ranks > 1:
             dist.init_process_group("gloo")
         self.model: Any = MODELS[settings.model].build()
@@ -180,6 +182,7 @@ class Outcore:
             activations=outcore.Activations(
                 "recompute", microbatch=microbatch, loss_slice=settings.loss_slice
             ),
+            sharding=outcore.Sharding(states),
         )
         self.update = 0.0
 
@@ -220,12 +223,15 @@ def trainer(settings: Settings) -> Trainer:
 
     made: dict[str, Callable[[], Trainer]] = {
         "outcore, host": lambda: Outcore(settings, disk=False),
+        "outcore, kept": lambda: Outcore(settings, disk=False, states="gradients"),
         "outcore, disk": lambda: Outcore(settings, disk=True),
         "outcore, slices": lambda: Outcore(settings, disk=True, microbatch=1),
         "outcore, micro-batches": lambda: Micro(settings, disk=True),
         "torch": lambda: plain_torch(settings),
         "compute": lambda: Compute(settings),
         "fsdp2": lambda: fsdp2.make(settings),
+        "fsdp2, kept": lambda: fsdp2.make(settings, keep=True),
+        "fsdp2, bf16 sums": lambda: fsdp2.make(settings, torch.bfloat16),
         "deepspeed, host": lambda: zero3.ZeRO3(settings, "cpu"),
         "deepspeed, disk": lambda: zero3.ZeRO3(settings, "nvme"),
     }

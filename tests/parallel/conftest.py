@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from multiprocessing import current_process, forkserver
 
 import pytest
 
 from parallel.together import Team
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_folder_stays() -> Iterator[None]:
+    """The socket of the nursery lies in a folder that nobody removes where a worker of pytest ends abruptly."""
+    yield
+    if folder := current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _team(ranks: int, factory: pytest.TempPathFactory) -> Iterator[Team]:
