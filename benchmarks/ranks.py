@@ -35,6 +35,7 @@ def own_network() -> bool:
         return False
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         fcntl.ioctl(probe, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     return True
 
 

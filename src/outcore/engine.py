@@ -145,7 +145,8 @@ class Engine:
         model = self.model
         for point in self.points:
             opened = tuple(self.units[i] for i in point.units)
-            self._undo.append(PointHooks(point.module, opened, self.residency, self.backward).remove)
+            hooks = PointHooks(point.module, opened, self.residency, self.backward, self.ranks.size > 1)
+            self._undo.append(hooks.remove)
         self._treat_blocks()
         self._undo += filter(None, [slice_loss(model, self.activations)])
         device, dtype = self.stage.device, self.precision.dtype

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
-from multiprocessing import current_process, forkserver
+from multiprocessing import current_process
 
 import pytest
 
@@ -12,12 +11,11 @@ from parallel.together import Team
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_folder_stays() -> Iterator[None]:
-    """The socket of the nursery lies in a folder that nobody removes where a worker of pytest ends abruptly."""
-    yield
-    if folder := current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]
-        shutil.rmtree(folder, ignore_errors=True)
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The folder of the nursery's socket is one that pytest removes, also if a worker ends abruptly."""
+    folder = str(tmp_path_factory.mktemp("nursery"))
+    if len(folder) < 80:  # the name of a socket has 108 bytes
+        current_process()._config.setdefault("tempdir", folder)  # type: ignore[attr-defined]
 
 
 def _team(ranks: int, factory: pytest.TempPathFactory) -> Iterator[Team]:

@@ -140,10 +140,11 @@ class Joined:
         ledger: Ledger,
         updates: Updates,
         reserve: Reserve,
+        stays: bool = False,
     ) -> tuple[HostFrames, Gathering]:
         """What gathers parameters on the host."""
         frames = HostFrames(units, pool, self._world, reserve)
-        return frames, Gathering(units, frames, summing, clock, ledger, updates)
+        return frames, Gathering(units, frames, summing, clock, ledger, updates, stays)
 
 
 class RankedHostSite(Joined, HostSite):
@@ -178,7 +179,9 @@ class RankedHostSite(Joined, HostSite):
         summing = self.summing(units, own, stores, gradients, pool, Here())
         if not self.sharded:
             return RankedStage(pool, self._spans, own, summing)
-        frames, gathering = self.gathering(units, pool, summing, clock, ledger, updates, reserve)
+        frames, gathering = self.gathering(
+            units, pool, summing, clock, ledger, updates, reserve, not self._keeps
+        )
         return ShardedStage(pool, own, summing, frames, gathering, self._keeps)
 
 
