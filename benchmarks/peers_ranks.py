@@ -2,9 +2,16 @@
 
 Each turn is a group of processes of its own, each with an equal part of the cores. Contenders are outcore with
 ``Sharding("parameters")``, FSDP2 with ``CPUOffloadPolicy`` on a CPU mesh, and DeepSpeed ZeRO-3 offloading to the host.
+What is kept holds gathered parameters from forward to backward: outcore with ``Sharding("gradients")``, FSDP2 with
+``reshard_after_forward=False``; DeepSpeed does so by default, with a model of this size. FSDP2 sends and sums gradients
+in fp32 (in bf16 without ``--quick``), outcore sends bf16 and sums in fp32.
 Those that are not installed are left out; DeepSpeed may live in an environment of its own, which must see the same
-torch. ::
+torch.
 
+DeepSpeed compiles its operators when it is first used, for minutes. A process that is killed meanwhile leaves a file
+``lock`` in ``TORCH_EXTENSIONS_DIR``, on which all later ones wait for ever: so do it once with ``--prepare``. ::
+
+    python benchmarks/peers_ranks.py --deepspeed-python /opt/peers/bin/python --prepare
     python benchmarks/peers_ranks.py --quick --json peers_ranks.json
     python benchmarks/peers_ranks.py --rounds 5 --deepspeed-python /opt/peers/bin/python --report
 
@@ -40,7 +47,7 @@ def contenders(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         "steps": options.steps,
         "budget": {"host": options.host_budget},
     }
-    names = [OURS, "fsdp2"]
+    names = [OURS, "outcore, kept", "fsdp2", "fsdp2, kept", *([] if options.quick else ["fsdp2, bf16 sums"])]
     if has(options.deepspeed_python, "deepspeed"):
         names.append("deepspeed, host")
     else:
@@ -52,14 +59,14 @@ def contenders(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def ratios(scores: dict[str, Score]) -> dict[str, float]:
     """Tokens per second of outcore over those of the others (above 1 is faster), and its memory over theirs."""
     found = {}
-    ours = scores[OURS]
-    for name, score in scores.items():
-        if name != OURS and score.turns and ours.turns:
-            other = name.split(",")[0]
-            found[f"tokens_vs_{other}"] = score.median("seconds") / ours.median("seconds")
-            found[f"tokens_vs_{other}_processor"] = score.median("processor") / ours.median("processor")
-            for what in ("peak_steps", "peak_rss"):
-                found[f"{what}_vs_{other}"] = ours.most(what) / score.most(what)
+    done = {name.replace(",", "").replace(" ", "_"): score for name, score in scores.items() if score.turns}
+    for own, ours in done.items():
+        for other, score in done.items():
+            if own.startswith("outcore") and not other.startswith("outcore"):
+                pair = f"{own}_vs_{other}"
+                found[f"{pair}_tokens"] = score.median("seconds") / ours.median("seconds")
+                found[f"{pair}_processor"] = score.median("processor") / ours.median("processor")
+                found[f"{pair}_peak"] = ours.most("peak_steps") / score.most("peak_steps")
     return found
 
 
@@ -80,7 +87,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="two rounds of two steps: within six minutes")
+    parser.add_argument("--quick", action="store_true", help="two rounds of two steps: within seven minutes")
     parser.add_argument("--model", default="gpt2")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rows", type=int, default=2, help="of each rank")
@@ -89,6 +96,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="counted steps in a turn")
     parser.add_argument("--host-budget", default="4GiB", help="outcore's, of each rank")
     parser.add_argument("--deepspeed-python", default=sys.executable)
+    parser.add_argument("--prepare", action="store_true", help="let DeepSpeed compile, and measure nothing")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--report", action="store_true", help="write a dated page under docs/benchmarks")
     options = parser.parse_args()
@@ -103,9 +111,14 @@ def main() -> None:
     threads = max(1, (os.cpu_count() or 1) // options.ranks)
     with tempfile.TemporaryDirectory() as disk:
         python = {"deepspeed": options.deepspeed_python}
-        patience = 100.0 if options.quick else 600.0
+        patience = 3600.0 if options.prepare else 100.0 if options.quick else 600.0
         place = Place(Path(disk), threads, python=python, timeout=patience, ranks=options.ranks)
-        scores = take_turns(contenders(options), place, options.rounds)
+        asked = contenders(options)
+        if options.prepare:
+            last = list(asked)[-1]
+            take_turns({last: {**asked[last], "model": "gpt2-tiny", "tokens": 16}}, place, 1)
+            return
+        scores = take_turns(asked, place, options.rounds)
     about["training"] = (
         f"{options.model}, {options.ranks} ranks of {threads} threads, batch {options.ranks} x {options.rows} x "
         f"{options.tokens}, bf16 over fp32 masters, AdamW, norm clipped, blocks recomputed, {options.rounds} rounds of "

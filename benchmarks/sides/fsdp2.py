@@ -14,8 +14,13 @@ from sides.models import MODELS
 from sides.training import BETAS, DECAY, EPS, LR, Ordinary, Settings, Trainer, recomputing
 
 
-def make(settings: Settings) -> Trainer:
-    """Blocks and the rest are one group each; bf16 in forward and backward, fused AdamW on fp32 shards."""
+def make(settings: Settings, sums: torch.dtype = torch.float32, keep: bool = False) -> Trainer:
+    """Blocks and the rest are one group each; bf16 in forward and backward, fused AdamW on fp32 shards.
+
+    Args:
+        sums: the dtype in which gradients are sent and summed.
+        keep: gathered parameters stay from forward to backward.
+    """
     kind = torch.device(settings.device).type
     on_cpu = kind == "cpu"
     backend = "gloo" if on_cpu else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
@@ -26,7 +31,8 @@ def make(settings: Settings) -> Trainer:
     mesh = DeviceMesh(kind, list(range(settings.ranks)))
     model: Any = recomputing(MODELS[settings.model].build())
     policies = {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=sums),
+        "reshard_after_forward": not keep,
         "offload_policy": CPUOffloadPolicy(pin_memory=not on_cpu),
     }
     for block in next(m for m in model.modules() if isinstance(m, nn.ModuleList)):

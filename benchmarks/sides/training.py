@@ -179,6 +179,7 @@ class Outcore:
         way: ActivationsName = "recompute",
         moments: Moments = "fp32",
         model: Any = None,
+        states: Any = "parameters",
     ) -> None:
         if settings.ranks > 1:
             dist.init_process_group("gloo")
@@ -192,6 +193,7 @@ class Outcore:
             device=settings.device,
             budget=outcore.Budget(**settings.budget, disk=settings.disk if disk else None),
             activations=outcore.Activations(way, microbatch=microbatch, loss_slice=settings.loss_slice),
+            sharding=outcore.Sharding(states),
         )
         self.update = 0.0
 
@@ -243,6 +245,7 @@ def trainer(settings: Settings) -> Trainer:
 
     made: dict[str, Callable[[], Trainer]] = {
         "outcore, host": lambda: Outcore(settings, disk=False),
+        "outcore, kept": lambda: Outcore(settings, disk=False, states="gradients"),
         "outcore, disk": lambda: Outcore(settings, disk=True),
         "outcore, slices": lambda: Outcore(settings, disk=True, microbatch=1),
         "outcore, never whole": lambda: _from_nothing(settings),
@@ -255,6 +258,8 @@ def trainer(settings: Settings) -> Trainer:
         "torch": lambda: plain_torch(settings),
         "compute": lambda: Compute(settings),
         "fsdp2": lambda: fsdp2.make(settings),
+        "fsdp2, kept": lambda: fsdp2.make(settings, keep=True),
+        "fsdp2, bf16 sums": lambda: fsdp2.make(settings, torch.bfloat16),
         "deepspeed, host": lambda: zero3.ZeRO3(settings, "cpu"),
         "deepspeed, disk": lambda: zero3.ZeRO3(settings, "nvme"),
     }

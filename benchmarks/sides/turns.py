@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,9 +94,22 @@ def take_turns(
 
 
 def _turn(arguments: dict[str, Any], place: Place) -> tuple[dict[str, Any] | None, str]:
+    results, failure = run_ranks("sides.turn", arguments, place)
+    return (together(results), "") if results else (None, failure)
+
+
+def run_ranks(
+    module: str, arguments: dict[str, Any], place: Place, before: Sequence[str] = ()
+) -> tuple[list[dict[str, Any]], str]:
+    """What each rank of a turn printed; nothing, and why, if one failed.
+
+    Args:
+        module: what each of them runs, with the arguments as JSON.
+        before: the command that runs them, if not this process.
+    """
     folder = tempfile.mkdtemp(dir=place.disk, prefix="turn-")
     given = {**arguments, "threads": place.threads, "disk": folder}
-    python = place.python.get(arguments["contender"].split(",")[0], sys.executable)
+    python = place.python.get(arguments.get("contender", "").split(",")[0], sys.executable)
     environment = {**os.environ, "OMP_NUM_THREADS": str(place.threads), "PYTHONPATH": _path()}
     environment["PATH"] = os.pathsep.join(
         [str(Path(python).parent), str(Path(sys.executable).parent), environment.get("PATH", "")]
@@ -107,7 +120,7 @@ def _turn(arguments: dict[str, Any], place: Place) -> tuple[dict[str, Any] | Non
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
-            [python, "-m", "sides.turn", json.dumps(given)],
+            [*before, python, "-m", module, json.dumps(given)],
             cwd=HERE,
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             if place.ranks > 1
@@ -124,7 +137,7 @@ def _turn(arguments: dict[str, Any], place: Place) -> tuple[dict[str, Any] | Non
         with ThreadPoolExecutor(place.ranks) as readers:
             heard = list(readers.map(lambda rank: rank.communicate(timeout=end - time.monotonic()), ranks))
     except subprocess.TimeoutExpired:
-        return None, f"not done within {place.timeout:.0f} s"
+        return [], f"not done within {place.timeout:.0f} s"
     finally:
         for rank in ranks:
             if rank.poll() is None:
@@ -135,12 +148,12 @@ def _turn(arguments: dict[str, Any], place: Place) -> tuple[dict[str, Any] | Non
     for rank, (out, errors) in zip(ranks, heard, strict=True):
         marked = [line for line in out.splitlines() if line.startswith(MARK)]
         if rank.returncode == -9:
-            return None, "killed: the memory limit was too small"
+            return [], "killed: the memory limit was too small"
         if rank.returncode != 0 or not marked:
             said = [line for line in errors.splitlines() if line.strip()]
-            return None, f"ended with {rank.returncode}: {said[-1][:300] if said else 'no message'}"
+            return [], f"ended with {rank.returncode}: {said[-1][:300] if said else 'no message'}"
         results.append(json.loads(marked[-1].removeprefix(MARK)))
-    return together(results), ""
+    return results, ""
 
 
 def together(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from outcore.model.laps import Laps
 from outcore.model.placement import move_buffers, replace_data
 from outcore.model.policies import Activations, offloads
 from outcore.model.residency import Residency
+from outcore.model.rowless import NothingCounted
 from outcore.model.saved.seam import NothingSaved, Saved
 from outcore.model.saved.store import SavedTensors
 from outcore.model.sites import Site
@@ -119,6 +120,7 @@ class Engine:
             self.saved,
         )
         self.backward = BackwardPass(self.residency, self.stage.gradients_complete, self._backward_over)
+        self.rowless = NothingCounted(self.backward.start)
         self._resting: dict[int, str] = {}
         budgets = outcome.Limits(limits.device, limits.host, disk_bytes)
         self.prelude = prelude(model, optimizer, self.ranks.size, settings, budgets, found.total)
@@ -146,7 +148,8 @@ class Engine:
         model = self.model
         for point in self.points:
             opened = tuple(self.units[i] for i in point.units)
-            self._undo.append(PointHooks(point.module, opened, self.residency, self.backward).remove)
+            hooks = PointHooks(point.module, opened, self.residency, self.backward, self.ranks.size > 1)
+            self._undo.append(hooks.remove)
         self._treat_blocks()
         self._undo += filter(None, [slice_loss(model, self.activations)])
         device, dtype = self.stage.device, self.precision.dtype
@@ -214,7 +217,7 @@ class Engine:
             with self.ranks.telling("the gradients of a pass"):
                 self.updates.finish()  # no chunk holds gradients of two steps
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
-                self.stage.collect(unit, binding, gradient.detach())
+                self.stage.collect(unit, binding, self.rowless.clean(gradient.detach()))
         self.backward.accumulated(unit, binding.slot.index)
 
     def _summed(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:

@@ -206,7 +206,7 @@ def shares(model: nn.Module, split: Split = "even") -> Shares:
         UsageError: an unknown split.
     """
     engine = engine_of(model)
-    return Shares(engine.ranks, split, busy_by(engine.ledger))
+    return Shares(engine.ranks, split, busy_by(engine.ledger), engine.rowless)
 
 
 def snapshot(model: nn.Module) -> Snapshot:

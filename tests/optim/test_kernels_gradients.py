@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from optim.kernel_cases import CLIPPED, PLAIN, bits, values, without_numba
 from outcore.chunks.layout import BLOCK
 from outcore.errors import UsageError
-from outcore.optim.kernels import GradTransform, Workers, accumulate, all_finite, sum_of_squares, widen
+from outcore.optim.kernels import (
+    GradTransform,
+    Workers,
+    accumulate,
+    add_mean,
+    all_finite,
+    sum_of_squares,
+    widen,
+)
+from outcore.optim.reduction import add_in_order
 
 __all__ = ["without_numba"]
 
@@ -114,3 +123,39 @@ def test_refusals() -> None:
         accumulate(torch.ones(3).bfloat16(), torch.ones(3))
     with pytest.raises(UsageError, match="one length"):
         accumulate(torch.ones(3), torch.ones(4))
+
+
+# -- means over ranks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_a_mean_in_one_pass_has_the_bits_of_several(
+    ranks: int, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    n = BLOCK + 4321
+    generator = torch.Generator().manual_seed(ranks)
+    staged = torch.randn(ranks, n + 77, generator=generator).to(dtype)
+    staged[0, 5], staged[-1, 6], staged[0, 7] = math.nan, math.inf, 0.0
+    parts, before = staged[:, :n], torch.randn(n, generator=generator)
+    before[7:9] = -0.0
+    expected, mean = before.clone(), torch.empty(n)
+    add_in_order(parts, mean)
+    mean /= ranks
+    accumulate(expected, mean)
+    with Workers(3) as three:
+        for workers in (None, three):
+            found = before.clone()
+            add_mean(found, parts, workers)
+            assert torch.equal(bits(found), bits(expected))
+    request.getfixturevalue("without_numba")
+    found = before.clone()
+    add_mean(found, parts)
+    assert torch.equal(bits(found), bits(expected))
+
+
+def test_means_that_do_not_fit() -> None:
+    with pytest.raises(UsageError, match=r"not torch\.float16"):
+        add_mean(torch.zeros(3), torch.zeros(2, 3, dtype=torch.float16))
+    with pytest.raises(UsageError, match="one length"):
+        add_mean(torch.zeros(3), torch.zeros(2, 4))

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from multiprocessing import current_process
 
 import pytest
 
 from parallel.together import Team
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The folder of the nursery's socket is one that pytest removes, also if a worker ends abruptly."""
+    folder = str(tmp_path_factory.mktemp("nursery"))
+    if len(folder) < 80:  # the name of a socket has 108 bytes
+        current_process()._config.setdefault("tempdir", folder)  # type: ignore[attr-defined]
 
 
 def _team(ranks: int, factory: pytest.TempPathFactory) -> Iterator[Team]:

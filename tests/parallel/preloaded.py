@@ -5,7 +5,7 @@ import torch._dynamo  # optimizers import it when they are made
 import torch.distributed.device_mesh
 
 import outcore
-from outcore.optim.kernels import accumulate, workers
+from outcore.optim.kernels import accumulate, add_mean, workers
 from parallel import loops
 
 __all__ = ["loops"]
@@ -20,6 +20,7 @@ def warm() -> None:
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         accumulate(torch.zeros(8), parameter.grad, workers=workers())
+        add_mean(torch.zeros(8), parameter.grad.expand(2, 8), workers=workers())
 
 
 torch.set_num_threads(1)

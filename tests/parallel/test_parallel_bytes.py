@@ -146,3 +146,54 @@ def test_hybrid(four: Team, tmp_path: Path) -> None:
         assert same(rank, found[0])
         assert off(rank["weights"], expected["weights"]) < 1e-6
         assert rank["held"] == pytest.approx(expected["held"] / 2, rel=0.1)
+
+
+class Language(nn.Module):
+    """An embedding that is the head's weight as well, and takes most of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4096, 64)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.head = nn.Linear(64, 4096, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        found: torch.Tensor = self.head(h)
+        return found
+
+
+def language(place: Place) -> dict[str, Any]:
+    torch.manual_seed(7)
+    model = Language()
+    way = Way(place.settings["stage"], host="64MiB", precision="bf16")
+    optimizer = offloaded(model, way, place)
+    wire = []
+    for step in range(4):
+        before = outcore.snapshot(model).moved.get("wire", 0)
+        ids = torch.arange(8).reshape(4, 2).chunk(place.ranks)[place.rank] + step
+        model(ids).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine_of(model).settle()
+        wire.append(outcore.snapshot(model).moved.get("wire", 0) - before)
+    weights = {name: value.clone() for name, value in outcore.weights(model)}
+    outcore.release(model)
+    return {
+        "wire": wire,
+        "weights": weights,
+        "norms": [],
+        "parameters": sum(w.numel() for w in weights.values()),
+    }
+
+
+def test_a_tied_weight_crosses_the_wire_no_more_often(two: Team, tmp_path: Path) -> None:
+    """The head's forward and backward share a gather, the embedding's backward needs none."""
+    whole = values(two.run(language, tmp_path / "whole", stage="none"))
+    for found in values(two.run(language, tmp_path / "parts", stage="parameters")):
+        assert same(found, whole[0])
+        least = found["parameters"] / 2 * 6
+        assert all(abs(wire / least - 1) < 0.05 for wire in found["wire"][1:]), found["wire"]

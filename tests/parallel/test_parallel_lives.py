@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -38,3 +39,50 @@ def test_who_does_not_come_is_named(rank: int) -> None:
     meet(store, 2)
     with pytest.raises(PeerError, match="rank 1" if rank == 0 else "rank 0"):
         own_store(store, rank, 2, timeout=0.2)
+
+
+def old_and_new(store: dist.Store, rank: int) -> list[str]:
+    """A rank of the life before that still waits, and the ranks of this one; what became of each."""
+
+    def joined(rank: int) -> str:
+        try:
+            own_store(store, rank, 2, timeout=20).set("here", "")
+        except PeerError as error:
+            return str(error)
+        return "joined"
+
+    with ThreadPoolExecutor(4) as threads:
+        before = threads.submit(joined, rank)
+        time.sleep(0.1)
+        others = [threads.submit(joined, number) for number in (1, 0)]
+        return [*(other.result() for other in others), before.result()]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_is_left_of_the_life_before_ends(rank: int) -> None:
+    one, two, before = old_and_new(dist.HashStore(), rank)
+    assert (one, two) == ("joined", "joined")
+    assert f"another process has taken the place of this one, rank {rank}" in before
+
+
+def test_a_first_rank_of_fewer_does_not_call_others() -> None:
+    """Rank 1 of three was given up, and two go on without it before their own rank 1 is there."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as threads:
+        before = threads.submit(own_store, store, 1, 3, 0.5)
+        time.sleep(0.1)
+        first = threads.submit(own_store, store, 0, 2, 5)
+        time.sleep(0.2)
+        assert not first.done()
+        second = threads.submit(own_store, store, 1, 2, 5)
+        first.result().set("where", "here")
+        assert second.result().get("where") == b"here"
+        with pytest.raises(PeerError, match="another process"):
+            before.result()
+
+
+def test_one_whose_launcher_has_gone_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    parents = iter([7, 7, 1])
+    monkeypatch.setattr("os.getppid", lambda: next(parents, 1))
+    with pytest.raises(PeerError, match="what launched it has gone"):
+        own_store(dist.HashStore(), 1, 2, timeout=20)

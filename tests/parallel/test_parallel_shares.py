@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 
 import outcore
+from exact.shapes import Stack
 from outcore.errors import PeerError, UsageError
+from outcore.model.rowless import NothingCounted
 from outcore.model.shares import Shares
 from outcore.offloaded import engine_of
 from parallel.devices import Lift, computing_on, lifted
-from parallel.loops import ROWS, Way, inputs, stack
-from parallel.test_parallel_matrix import off
+from parallel.loops import ROWS, Way, inputs, offloaded, stack
+from parallel.test_parallel_matrix import off, same
 from parallel.together import Place, Team, alone, run, values
 
 CPUS, MIXED = ("cpu",), ("emu", "cpu")
@@ -29,7 +32,8 @@ def divided(place: Place) -> dict[str, Any]:
     with computing_on(lift.kind(place)):
         model = stack()
         optimizer = lifted(model, lift, place)
-        shares = Shares(engine_of(model).ranks, split, lambda: seconds)
+        engine = engine_of(model)
+        shares = Shares(engine.ranks, split, lambda: seconds, engine.rowless)
         for step in range(lift.way.steps):
             for micro in range(lift.way.accumulate):
                 with shares.part({"x": inputs(100 * step + micro)[:rows]}) as part:
@@ -158,3 +162,59 @@ def test_what_can_not_be_divided_is_refused() -> None:
         with pytest.raises(UsageError, match=why):
             shares.part(batch)
     outcore.release(model)
+
+
+# -- losses that are not finite ---------------------------------------------------------------------------
+
+
+def test_what_a_pass_without_rows_leaves() -> None:
+    number, nan, some = 1, float("nan"), torch.tensor([1.0, 0.0])
+    rowless = NothingCounted(lambda: number)
+    unknown = torch.tensor([nan, 0.0])
+    assert rowless.clean(unknown) is unknown  # no such pass
+    rowless.begin()
+    assert rowless.clean(unknown).tolist() == [0.0, 0.0]
+    assert rowless.clean(torch.zeros(2)).tolist() == [0.0, 0.0]
+    assert rowless.clean(some).isnan().all()  # so what was cleaned was perhaps not nothing
+    number = 2
+    assert rowless.clean(unknown) is unknown
+    rowless.begin()
+    assert rowless.clean(some) is some
+    rowless.begin()  # another part in the same pass
+    assert rowless.clean(unknown) is unknown
+
+
+def unlucky(place: Place) -> dict[str, Any]:
+    """The rank without rows has a loss that is not finite."""
+    way, bad = Way(place.settings["stage"], steps=3), place.settings["bad"]
+    torch.manual_seed(7)
+    model = Stack(3)
+    optimizer = offloaded(model, way, place)
+    shares, losses, norms = outcore.shares(model), [], []
+    for step in range(way.steps):
+        with shares.part(inputs(step)[:1]) as part:
+            mean = model(part.batch).float().square().mean()
+            loss = part.weigh(mean * bad if part.rows == 0 else mean)
+            optimizer.backward(loss)
+        losses.append(loss.item())
+        norms.append(optimizer.clip_grad_norm_(0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: value.clone() for name, value in outcore.weights(model)}
+    skipped = optimizer.skipped_steps
+    outcore.release(model)
+    return {"weights": weights, "losses": losses, "norms": norms, "skipped": skipped}
+
+
+@pytest.mark.parametrize("stage", ["parameters", "none"])
+def test_a_rank_without_rows_whose_loss_is_not_finite(stage: str, two: Team, tmp_path: Path) -> None:
+    """The bits are those of a finite loss, and within 1e-6 those of one process."""
+    one = alone(unlucky, tmp_path / "one", stage=stage, bad=1.0)
+    finite = values(two.run(unlucky, tmp_path / "finite", stage=stage, bad=1.0))
+    assert off(finite[0]["weights"], one["weights"]) < CLOSE
+    for bad in (math.nan, math.inf):
+        for found in values(two.run(unlucky, tmp_path / str(bad), stage=stage, bad=bad)):
+            assert found["skipped"] == 0
+            assert found["norms"] == pytest.approx(one["norms"], rel=CLOSE)
+            assert same(found, finite[0])
+        assert found["losses"] == [0.0] * 3

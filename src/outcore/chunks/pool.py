@@ -325,10 +325,13 @@ class Pool:
             TierError: the disk refused to take what would have to leave.
         """
         with self._lock:
-            ready = self._prefetch and self._holds_idle and self.floor >= self._working + nbytes
-            room = ready and self._room.make(distance, nbytes=nbytes, ahead=True)
+            room = self.has_spare(nbytes) and self._room.make(distance, nbytes=nbytes, ahead=True)
             self._held.borrow(nbytes if room else 0)
             return room
+
+    def has_spare(self, nbytes: int) -> bool:
+        """Whether so many bytes may be held beside any use."""
+        return self._prefetch and self._holds_idle and self.floor >= self._working + nbytes
 
     def repay(self, nbytes: int) -> None:
         """Give borrowed bytes back."""

@@ -57,6 +57,7 @@ class BackwardPass:
         self._open: dict[Call, None] = {}
         self._awaited: dict[Unit, set[int]] = {}
         self._started = False
+        self._number = 0
         self.calls: list[Call] = []
 
     @property
@@ -89,7 +90,7 @@ class BackwardPass:
                 "backward with create_graph=True isn't possible on an offloaded model: the graph it makes would read "
                 "parameters that have left by then"
             )
-        self._start()
+        self.start()
         if call.open:
             return
         around = set(_enclosing(call))
@@ -101,10 +102,13 @@ class BackwardPass:
         call.open, call.reached = True, 0
         self._open[call] = None
 
-    def _start(self) -> None:
+    def start(self) -> int:
+        """A pass runs: see to it that its end is noticed. Returns a number that no other pass has."""
         if not self._started:
             self._started = True
+            self._number += 1
             Variable._execution_engine.queue_callback(self.reset)
+        return self._number
 
     def _await(self, unit: Unit) -> None:
         if unit not in self._awaited:
@@ -117,7 +121,7 @@ class BackwardPass:
 
     def accumulated(self, unit: Unit, index: int) -> None:
         """A parameter of the unit has its gradient."""
-        self._start()
+        self.start()
         self._await(unit)
         awaited = self._awaited[unit]
         awaited.discard(index)

@@ -6,6 +6,10 @@ the header of a gather, which unit it expects next and has a slice and room for;
 it comes when it is asked for. So ranks whose disks or updates are behind delay each other no more than without it, and
 memory is never taken from what is needed sooner. A unit that came and is not used next leaves.
 
+[Note: Twice in a row]
+The last unit of a forward is the first of its backward. Where all ranks expect that, and have room for it meanwhile, it
+does not leave between, and is gathered once: they say so with the same word.
+
 All of this depends only on the order in which units are asked for, which all ranks have in common. Where gathered
 parameters lie, and what becomes of them on a device, is each rank's own affair.
 """
@@ -44,6 +48,9 @@ class Frames(Protocol):
     def give_back(self, unit: Unit) -> None:
         """The values are not needed any more."""
 
+    def may_stay(self, unit: Unit) -> bool:
+        """Whether there is room for a unit's values until its next use, if that is the next of all."""
+
     def shut(self) -> None:
         """No more gathers come."""
 
@@ -62,6 +69,7 @@ class Gathering:
     Args:
         units: all units, in the order of their numbers.
         updates: what is due has no values to gather yet.
+        stays: what is used twice in a row stays, see [Note: Twice in a row].
     """
 
     def __init__(
@@ -72,6 +80,7 @@ class Gathering:
         clock: Clock,
         ledger: Ledger,
         updates: Updates,
+        stays: bool = False,
     ) -> None:
         self._units = units
         self._frames = frames
@@ -81,6 +90,8 @@ class Gathering:
         self._updates = updates
         self._here: set[Unit] = set()
         self._coming: Coming | None = None
+        self._stays = stays
+        self._staying: Unit | None = None
 
     def has(self, unit: Unit) -> bool:
         """Whether all of a unit's values have been gathered."""
@@ -94,6 +105,9 @@ class Gathering:
         what = f"the gather of {unit.name or 'the model'}"
         if self._coming is not None and self._coming.unit is not unit:
             self.give_back(self._coming.unit)  # another unit was expected, by all ranks
+        staying, self._staying = self._staying, None
+        if staying is not None and staying is not unit:
+            self.leave(staying)  # likewise
         coming, self._coming = self._coming, None
         absent = unit not in self._here
         if absent:
@@ -104,11 +118,14 @@ class Gathering:
                 following = self._propose(unit)
                 agreed = self._summing.agree(what, 0 if following is None else following.index + 1)
                 if following is not None and not agreed:
-                    self.give_back(following)
+                    if following is not unit:
+                        self.give_back(following)
                     following = None
                 if absent:
                     coming = Coming(unit, self._frames.gather(unit, what))
-                if following is not None:
+                if following is unit:
+                    self._staying = unit
+                elif following is not None:
                     ahead = f"the gather of {following.name} ahead of its use"
                     self._coming = Coming(following, self._frames.gather(following, ahead))
             if coming is not None:
@@ -117,6 +134,11 @@ class Gathering:
             if absent:
                 self.give_back(unit)
             raise
+
+    def close(self, unit: Unit) -> None:
+        """A use is over."""
+        if unit is not self._staying:
+            self.leave(unit)
 
     def leave(self, unit: Unit) -> None:
         """The unit's values, if they are here, are worth nothing any more."""
@@ -130,6 +152,8 @@ class Gathering:
                 self._coming = None
                 self._await(coming)
         finally:
+            if self._staying is unit:
+                self._staying = None
             self._here.discard(unit)
             self._frames.give_back(unit)
 
@@ -149,6 +173,8 @@ class Gathering:
     def _propose(self, unit: Unit) -> Unit | None:
         """The unit that is used next, if its slice is at hand and there is room: it is taken then."""
         following, distance = self._next_use(unit)
+        if following is unit:
+            return unit if self._stays and self._frames.may_stay(unit) else None
         if following is None or following in self._here or self._updates.is_due(following.stores):
             return None
         if not all(chunk.ready for chunk in following.parameter_chunks):
@@ -169,7 +195,7 @@ class Gathering:
             assert isinstance(key, tuple)
             if key[0] in ("forward", "backward"):
                 found = self._units[key[1]]
-                return (None if found is unit else found), distance
+                return found, distance
             if key[0] != "update" or not within:
                 break
         return None, 0

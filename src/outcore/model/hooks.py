@@ -8,6 +8,10 @@ reaches one of the call's outputs, and closes when all graph nodes of the call h
 the order in which gradients of a tensor with several consumers are summed, and with it the last bits. Nodes
 that a backward does not reach are not waited for: then the call ends when the next unit opens, or with the
 backward pass.
+
+[Note: What backward does not read]
+The gradient of an embedding needs the indices, not the weight. Where opening a unit costs a gather over ranks, backward
+does not open it for that.
 """
 
 from __future__ import annotations
@@ -27,11 +31,21 @@ from outcore.model.unit import Unit
 
 
 class PointHooks:
-    """The hooks of one module that opens units."""
+    """The hooks of one module that opens units.
+
+    Args:
+        sparing: see [Note: What backward does not read].
+    """
 
     def __init__(
-        self, module: nn.Module, units: tuple[Unit, ...], residency: Residency, backward: BackwardPass
+        self,
+        module: nn.Module,
+        units: tuple[Unit, ...],
+        residency: Residency,
+        backward: BackwardPass,
+        sparing: bool = False,
     ) -> None:
+        self._read_in_backward = not (sparing and type(module) is nn.Embedding)
         self._units = units
         self._residency = residency
         self._backward = backward
@@ -83,7 +97,7 @@ class PointHooks:
         finally:
             for unit in self._units:
                 self._residency.leave(unit)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._read_in_backward:
             self._backward.watch(call, [tensor for tensor in tensors_of(output) if tensor.requires_grad])
         return output
 

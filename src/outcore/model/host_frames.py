@@ -65,6 +65,9 @@ class HostFrames:
             self._leaving.add(unit)
             self._release(unit)
 
+    def may_stay(self, unit: Unit) -> bool:
+        return self._pool.has_spare(self._bytes(unit))
+
     def shut(self) -> None:
         self._courier.close()
 

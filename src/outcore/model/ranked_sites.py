@@ -149,17 +149,19 @@ class Joined:
         ledger: Ledger,
         updates: Updates,
         pinned: Reserve | None,
+        stays: bool = False,
     ) -> tuple[HostFrames, Gathering]:
         """What gathers parameters on the host.
 
         Args:
             pinned: makes the memory of frames, where a device must reach it.
+            stays: whether what was gathered stays until the step.
         """
         if self._shares:
             frames: HostFrames = shared_frames(units, pool, self._world, self._keeps)
         else:
             frames = HostFrames(units, pool, self._world, pinned or reserve)
-        return frames, Gathering(units, frames, summing, clock, ledger, updates)
+        return frames, Gathering(units, frames, summing, clock, ledger, updates, stays)
 
 
 class RankedHostSite(Joined, HostSite):
@@ -204,7 +206,9 @@ class RankedHostSite(Joined, HostSite):
         if not self.sharded:
             self._replicas.settle()
             return RankedStage(pool, self._spans, own, summing, self._replicas)
-        frames, gathering = self.gathering(units, pool, summing, clock, ledger, updates, None)
+        frames, gathering = self.gathering(
+            units, pool, summing, clock, ledger, updates, None, not self._keeps
+        )
         return ShardedStage(pool, own, summing, frames, gathering, self._keeps, self._replicas)
 
 

@@ -95,7 +95,7 @@ class ShardedStage(RankedStage):
 
     def close(self, unit: Unit) -> None:
         if not self._keeps:
-            self._gathering.leave(unit)
+            self._gathering.close(unit)
 
     def stale(self, unit: Unit) -> None:
         if any(store.run.trained for store in unit.stores):

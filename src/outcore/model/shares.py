@@ -13,6 +13,7 @@ import torch
 
 from outcore.errors import UsageError
 from outcore.memory.ledger import WIRE, Ledger
+from outcore.model.rowless import Rowless, nothing
 from outcore.model.trees import change_tensors, take_apart, tensors_of
 from outcore.parallel.balance import BySpeed, Even
 from outcore.parallel.ranks import Ranks
@@ -32,17 +33,24 @@ class Part:
         weight: what the mean loss of these rows counts: 1 where all ranks have the same number.
 
     A rank that has no rows of its own gets one that another has too, with weight 0: so all ranks take part in what
-    they do together.
+    they do together. Its loss counts as 0 also where it is not finite; see `outcore.model.rowless`.
     """
 
     def __init__(
-        self, batch: Any, rows: int, weight: float, busy: Busy, done: Callable[[float], None]
+        self,
+        batch: Any,
+        rows: int,
+        weight: float,
+        busy: Busy,
+        done: Callable[[float], None],
+        rowless: Rowless,
     ) -> None:
         self.batch = batch
         self.rows = rows
         self.weight = weight
         self._busy = busy
         self._done = done
+        self._rowless = rowless
         self._began = 0.0
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
@@ -50,6 +58,8 @@ class Part:
 
         The gradients of what is returned, averaged over ranks, are those of the mean over the whole batch.
         """
+        if self.rows == 0:
+            return nothing(loss, self._rowless)
         return loss if self.weight == 1.0 else loss * self.weight
 
     def __enter__(self) -> Part:
@@ -72,18 +82,20 @@ class Shares:
         ranks: who they are divided among.
         split: ``"even"``, or ``"speed"``: in proportion to what each rank does in a second, as it was measured.
         busy: this rank's clock.
+        rowless: told of the backward passes of parts without rows.
 
     Raises:
         UsageError: an unknown split.
     """
 
-    def __init__(self, ranks: Ranks, split: Split, busy: Busy) -> None:
+    def __init__(self, ranks: Ranks, split: Split, busy: Busy, rowless: Rowless) -> None:
         if split not in get_args(Split):
             known = " or ".join(map(repr, get_args(Split)))
             raise UsageError(f"unknown split {split!r}: it is {known}")
         self._ranks = ranks
         self._policy = BySpeed(ranks.size) if split == "speed" else Even(ranks.size)
         self._busy = busy
+        self._rowless = rowless
         self._last: tuple[tuple[int, ...], float] | None = None
 
     def part(self, batch: Any) -> Part:
@@ -122,7 +134,7 @@ class Shares:
         def done(seconds: float) -> None:
             self._last = (run, seconds)
 
-        return Part(taken, own, own * self._ranks.size / rows, self._busy, done)
+        return Part(taken, own, own * self._ranks.size / rows, self._busy, done, self._rowless)
 
 
 _WORD = struct.Struct("<Qd")

@@ -27,7 +27,7 @@ from outcore.chunks.pool import Access, Guard, Pool
 from outcore.chunks.store import RunStore
 from outcore.memory.refusal import allocating
 from outcore.optim.collected import Collected
-from outcore.optim.kernels import GradTransform, Workers, accumulate, sum_of_squares
+from outcore.optim.kernels import GradTransform, Workers, accumulate, add_mean, sum_of_squares
 
 PLAIN = GradTransform()
 
@@ -121,13 +121,17 @@ class Gradients:
         self.filled(store, k, slots)
 
     def add_range(self, store: RunStore, start: int, values: torch.Tensor, slots: Iterable[Slot]) -> None:
-        """Add fp32 gradients, shape [n], to the elements from ``start`` on (zero where a parameter has none)."""
-        done = 0
-        for k, low, high in store.run.overlapping(start, start + values.numel()):
+        """Add gradients to the elements from ``start`` on (zero where a parameter has none).
+
+        Args:
+            values: fp32, shape [n]; or of each rank, shape [ranks, n], fp32 or bf16: then their mean.
+        """
+        done, add = 0, accumulate if values.dim() == 1 else add_mean
+        for k, low, high in store.run.overlapping(start, start + values.shape[-1]):
             self._widen(store, k)
             with self._pool.guard([store.totals[k]], self._access(store.totals[k])):
-                piece = values[done : done + high - low]
-                accumulate(store.total(k)[low:high], piece, workers=self._workers)
+                piece = values[..., done : done + high - low]
+                add(store.total(k)[low:high], piece, workers=self._workers)
             self._unmeasured.setdefault(store, set()).add(k)
             done += high - low
         self._now.present.update(slot.index for slot in slots)
@@ -140,12 +144,13 @@ class Gradients:
 
     def read_range(self, store: RunStore, start: int, out: torch.Tensor) -> None:
         """Copy the gradients of the elements from ``start`` on to ``out``, shape [n]; zeros where there are none."""
-        out.zero_()
         for k, low, high in store.run.overlapping(start, start + out.numel()):
+            at = store.run.extent(k)[0] + low - start
             if self._now.has(store, k):
                 with self._pool.guard([self._now.chunk(store, k)], Access.READ):
-                    at = store.run.extent(k)[0] + low - start
                     out[at : at + high - low].copy_(self._now.values(store, k)[low:high])
+            else:
+                out[at : at + high - low].zero_()
 
     def forget(self, store: RunStore) -> None:
         """Drop the gradients of one run."""

@@ -30,8 +30,9 @@ from outcore.memory.host import Region, reserve
 from outcore.optim.gradients import Gradients
 from outcore.parallel.ranks import World
 
-PIECE = 1 << 20
-"""Elements of a run that are on their way at a time, over all ranks together."""
+PIECE = 1 << 19
+"""Elements of a run that are on their way at a time, over all ranks together: in two pieces, one of which is made
+ready, or added, while the other crosses the wire."""
 
 
 class Reduction:
@@ -113,15 +114,31 @@ class Reduction:
         share = store.run.entire.share(slices.size)
         dtype = torch.float32 if wide else store.run.dtype
         step = _piece(share, slices.size)
-        for at in range(0, share, step):
-            count = min(step, share - at)
-            sent, received, total = self._tensors(count, dtype)
+        under_way: Callable[[], None] | None = None
+        for turn, at in enumerate(range(0, share, step)):
+            sent, received, total = self._tensors(min(step, share - at), dtype, turn % 2 * step)
             self._attempt(lambda sent=sent, at=at: self._collect(own, share, at, sent))  # type: ignore[misc]
-            slices.exchange(received, sent, what)
-            add_in_order(received, total)
-            self._add_replicas(total, what)
-            total /= self._world.size
-            self._deliver(store, share, at, total, slots, what)
+            arrive = slices.begin_exchange(received, sent, what)
+            if under_way is not None:
+                under_way()
+
+            def finish(
+                at: int = at,
+                received: torch.Tensor = received,
+                total: torch.Tensor = total,
+                arrive: Callable[[], None] = arrive,
+            ) -> None:
+                arrive()
+                if self._add_at_once(store, at, received, slots):
+                    return
+                add_in_order(received, total)
+                self._add_replicas(total, what)
+                total /= self._world.size
+                self._deliver(store, share, at, total, slots, what)
+
+            under_way = finish
+        if under_way is not None:
+            under_way()
 
     def _collect(self, own: RunStore, share: int, at: int, sent: torch.Tensor) -> None:
         for rank, part in enumerate(sent):
@@ -130,6 +147,14 @@ class Reduction:
             part[known:].zero_()
             if known:
                 self._own.read_range(own, start, part[:known])
+
+    def _add_at_once(self, store: RunStore, at: int, received: torch.Tensor, slots: Sequence[Slot]) -> bool:
+        """Sum, divide and add in one pass over memory, where what arrived is for this rank alone: the same bits."""
+        if self._world.replicas.size > 1 or store.run.whole is None or received.dtype is torch.float16:
+            return False
+        count = max(0, min(received.shape[1], store.run.numel - at))
+        self._attempt(lambda: self._gradients.add_range(store, at, received[:, :count], slots))
+        return True
 
     def _add_replicas(self, total: torch.Tensor, what: str) -> None:
         replicas = self._world.replicas
@@ -159,8 +184,12 @@ class Reduction:
                 )
             )
 
-    def _tensors(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        size, data = self._world.slices.size, self._staging.tensor
+    def _tensors(
+        self, count: int, dtype: torch.dtype, behind: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What is sent, what is received, and room for its sum, behind the room of so many elements."""
+        size = self._world.slices.size
+        data = self._staging.tensor[behind * _staged(size) :]
         nbytes = size * count * dtype.itemsize
         sent, received = (data[k * nbytes : (k + 1) * nbytes].view(dtype).view(size, count) for k in (0, 1))
         return sent, received, data[2 * nbytes : 2 * nbytes + 4 * count].view(torch.float32)
@@ -183,8 +212,15 @@ def add_in_order(parts: torch.Tensor, total: torch.Tensor) -> None:
 
 def staging_bytes(stores: Mapping[RunStore, RunStore] | Sequence[RunStore], ranks: int) -> int:
     """What a reduction needs beside the gradients."""
-    counts = [_piece(s.run.entire.share(ranks), ranks) for s in stores if s.run.trained]
-    return max(counts, default=ALIGN) * (2 * ranks * 4 + 4)
+    shares = [s.run.entire.share(ranks) for s in stores if s.run.trained]
+    pieces = [(_piece(share, ranks), share) for share in shares]
+    most = max((piece if piece == share else 2 * piece for piece, share in pieces), default=ALIGN)
+    return most * _staged(ranks)
+
+
+def _staged(ranks: int) -> int:
+    """Bytes for an element of a piece: what is sent, what is received, and its sum."""
+    return 2 * ranks * 4 + 4
 
 
 def own_gradient_bytes(store: RunStore, summed: bool) -> int:

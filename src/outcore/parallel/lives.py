@@ -4,15 +4,21 @@
 ``torchrun`` keeps one store over all its restarts, and process groups leave in it where their ranks listen. What the
 life before left is there still: a rank that comes early reads where its peer was, and connects to nobody. So before
 anything else the first rank draws a name, and all of them use the part of the store that has this name. What is
-stale must not pass for it: each rank asks with a word that was never used before, and takes the name only as the
-answer to that word. The restarts can't be counted instead, because each machine counts its own.
+stale must not pass for it: each rank asks with a word that was never used before, and the first rank counts only those
+that answer its call of that word. The restarts can't be counted instead, because each machine counts its own.
+
+A process of the life before may still be there, on a machine that the others gave up: it asks and calls like any. So
+of two first ranks the later one counts, and of two others with one number the later one, until all have come and the
+roster is written; who is not on it ends. Who was started among another number of ranks is not heard, and one whose
+launcher has gone ends by itself. One that none of this tells from its successor, and that answers before that one
+is there, is taken for it: connecting to it fails when it is ended, and the ranks start again.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -35,38 +41,76 @@ def own_store(store: Any, rank: int, size: int, timeout: float = TIMEOUT) -> Any
         timeout: seconds after which ranks that do not come are given up.
 
     Raises:
-        PeerError: some did not come.
+        PeerError: some did not come; or another process has taken this one's place, or its launcher has gone.
     """
-    name = _invite(store, size, timeout) if rank == 0 else _ask(store, rank, timeout)
+    inner = dist.distributed_c10d.PrefixStore("outcore", store)
+    wait = _Patience(timeout, rank)
+    name = _invite(inner, size, wait) if rank == 0 else _ask(inner, rank, size, wait)
     return dist.distributed_c10d.PrefixStore(f"outcore/{name}", store)
 
 
-def _ask(store: Any, rank: int, timeout: float) -> str:
-    word = secrets.token_hex(8)
-    store.set(f"outcore/asks/{rank}", word)
-    try:
-        store.wait([f"outcore/answers/{word}"], timedelta(seconds=timeout))
-    except dist.DistStoreError as error:
-        raise PeerError(0, DOING, f"rank 0 is not there within {timeout:g} seconds") from error
-    name = str(store.get(f"outcore/answers/{word}").decode())
-    store.set(f"outcore/{name}/came/{rank}", "")
-    return name
+class _Patience:
+    """Waits between two looks, as long as there is something to wait for."""
+
+    def __init__(self, timeout: float, rank: int) -> None:
+        self.seconds = timeout
+        self._rank = rank
+        self._end = time.monotonic() + timeout
+        self._launcher = os.getppid()
+
+    def is_over(self) -> bool:
+        """Pause; true if it was the last time.
+
+        Raises:
+            PeerError: this process was left behind by its launcher.
+        """
+        if os.getppid() != self._launcher:
+            raise PeerError(self._rank, DOING, f"rank {self._rank} was left alone: what launched it has gone")
+        time.sleep(PAUSE)
+        return time.monotonic() > self._end
 
 
-def _invite(store: Any, size: int, timeout: float) -> str:
-    name = secrets.token_hex(8)
-    awaited = set(range(1, size))
-    end = time.monotonic() + timeout
-    while awaited:
-        for rank in sorted(awaited):
-            if store.check([f"outcore/{name}/came/{rank}"]):
-                awaited.remove(rank)
-            elif store.check([f"outcore/asks/{rank}"]):
-                store.set(f"outcore/answers/{store.get(f'outcore/asks/{rank}').decode()}", name)
-        if awaited and time.monotonic() > end:
-            missing = ", ".join(map(str, sorted(awaited)))
+def _ask(store: Any, rank: int, size: int, wait: _Patience) -> str:
+    word = f"{size}-{secrets.token_hex(8)}"
+    store.set(f"asks/{rank}", word)
+    name = ""
+    while True:
+        called = _read(store, f"calls/{word}")
+        if called != name:
+            name = called
+            store.set(f"{name}/here/{word}", "")
+        roster = _read(store, f"{name}/roster") if name else ""
+        if word in roster.split():
+            return name
+        if roster or _read(store, f"asks/{rank}") != word:
+            raise PeerError(rank, DOING, f"another process has taken the place of this one, rank {rank}")
+        if wait.is_over():
+            raise PeerError(0, DOING, f"rank 0 is not there within {wait.seconds:g} seconds")
+
+
+def _invite(store: Any, size: int, wait: _Patience) -> str:
+    name = f"{size}-{secrets.token_hex(8)}"
+    store.set("first", name)
+    while True:
+        words = {rank: _read(store, f"asks/{rank}") for rank in range(1, size)}
+        missing = []
+        for rank, word in words.items():
+            if not word.startswith(f"{size}-") or not store.check([f"{name}/here/{word}"]):
+                missing.append(rank)
+                if word.startswith(f"{size}-"):
+                    store.set(f"calls/{word}", name)
+        if _read(store, "first") != name:
+            raise PeerError(0, DOING, "another process has taken the place of this one, rank 0")
+        if not missing:
+            store.set(f"{name}/roster", " ".join(words.values()))
+            return name
+        if wait.is_over():
+            said = ", ".join(map(str, missing))
             raise PeerError(
-                min(awaited), DOING, f"not there within {timeout:g} seconds: rank {missing} of {size}"
+                missing[0], DOING, f"not there within {wait.seconds:g} seconds: rank {said} of {size}"
             )
-        time.sleep(PAUSE if awaited else 0)
-    return name
+
+
+def _read(store: Any, key: str) -> str:
+    """What is under a key; nothing if it is not there."""
+    return str(store.get(key).decode()) if store.check([key]) else ""

@@ -34,6 +34,7 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": False, "error_model": "nu
 _intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = intrinsic
 
 LANES = 256
+ROW = 2048
 ZERO, ONE, NAN = np.float32(0.0), np.float32(1.0), np.float32(np.nan)
 U0, U1, U2, U7, U15, U16 = (np.uint32(k) for k in (0, 1, 2, 7, 15, 16))
 U20, U21, U31, U32, U127 = (np.uint32(k) for k in (20, 21, 31, 32, 127))
@@ -363,6 +364,24 @@ def widen(total: Array, grad: Array) -> None:
 def accumulate(total: Array, grad: Array) -> None:
     for i in range(total.size):
         total[i] = _quiet(total[i] + _value(grad, i))
+
+
+@_jit
+def add_mean(total: Array, rows: Array, stride: int, ranks: int) -> None:
+    """``rows`` holds one row for each rank, ``stride`` elements apart; they are added from the first to the last."""
+    divisor, sums = np.float32(ranks), np.empty(ROW, np.float32)
+    for start in range(0, total.size, ROW):
+        own = total[start : min(start + ROW, total.size)]
+        for rank in range(ranks):
+            row = rows[rank * stride + start : rank * stride + start + own.size]
+            if rank == 0:
+                for i in range(own.size):
+                    sums[i] = _value(row, i)
+            else:
+                for i in range(own.size):
+                    sums[i] += _value(row, i)
+        for i in range(own.size):
+            own[i] = _quiet(own[i] + sums[i] / divisor)
 
 
 @_jit

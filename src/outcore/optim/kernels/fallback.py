@@ -227,6 +227,16 @@ def accumulate(total: Array, grad: Array) -> None:
         own.copy_(_quiet(own + _values(grad[start : start + BLOCK])))
 
 
+def add_mean(total: Array, rows: Array, stride: int, ranks: int) -> None:
+    for start in range(0, total.size, BLOCK):
+        own = torch.from_numpy(total[start : start + BLOCK])
+        parts = (rows[rank * stride + start :][: own.numel()] for rank in range(ranks))
+        sums = _values(next(parts)).clone()
+        for part in parts:
+            sums += _values(part)
+        own.copy_(_quiet(own + sums / ranks))
+
+
 def sum_of_squares(grad: Array, sums: Array, block: int, before: float, clamp: float, after: float) -> None:
     transform = GradTransform(float(before), float(clamp), float(after))
     for b in range(sums.size):

@@ -108,6 +108,35 @@ def accumulate(total: Tensor, grad: Tensor, first: bool = False, workers: Worker
     _pool(workers).run(piece, n)
 
 
+def add_mean(total: Tensor, parts: Tensor, workers: Workers | None = None) -> None:
+    """``total += mean of the rows of parts``, which are added in fp32 from the first to the last.
+
+    Args:
+        total: fp32, shape [n]; written.
+        parts: shape [ranks, n], fp32 or bf16; rows contiguous.
+        workers: threads to use; the common ones if not given.
+
+    Raises:
+        UsageError: a shape or dtype that does not fit.
+    """
+    n, ranks = check(total, parts[0]), len(parts)
+    if total.dtype is not torch.float32 or parts.dtype not in (torch.float32, torch.bfloat16):
+        raise UsageError(
+            f"means of float32 or bfloat16 are added in float32, not {parts.dtype} in {total.dtype}"
+        )
+    if n == 0:
+        return
+    stride = parts.stride(0)
+    flat = parts.as_strided(((ranks - 1) * stride + n,), (1,))
+    sums, rows = array(total), array(flat)
+    kernel = choice.kernel("add_mean", (sums, rows), (stride, ranks))
+
+    def piece(start: int, stop: int) -> None:
+        kernel(sums[start:stop], rows[start:], stride, ranks)
+
+    _pool(workers).run(piece, n)
+
+
 def widen(source: Tensor, out: Tensor, workers: Workers | None = None) -> None:
     """``out = float32(source)``, exact.
 
