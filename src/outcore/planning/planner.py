@@ -15,6 +15,7 @@ from outcore.memory.sizes import format_size, parse_size
 from outcore.model.policies import Activations, Precision
 from outcore.optim.optimizer import Optimizer
 from outcore.optim.optimizers import AdamW
+from outcore.planning.kept import Kept
 from outcore.planning.least import least
 from outcore.planning.machine import Machine
 from outcore.planning.machine_file import by_name
@@ -273,6 +274,7 @@ class Planner:
             tried=self.tried,
             units=subject.patterns,
             profile=trace.profile(),
+            kept=Kept.of(subject.rule, subject.precision.dtype),
         )
 
     # -- what would do ----------------------------------------------------------------------------
