@@ -172,7 +172,7 @@ def compare(scale: Scale, kind: str, machine: Machine, folder: Path) -> dict[str
             stack.callback(outcore.release, way.model)
             there[name] = way
             outcome = planner.fits(chosen if name == "searched" else settings)  # type: ignore[arg-type]
-            rows[name] = {"planned": outcome.seconds if outcome is not None else 0.0, "turns": []}
+            rows[name] = {"planned": None if outcome is None else outcome.seconds, "turns": []}
         begin = time.perf_counter()
         for number in range(scale.rounds):
             if number > 1 and time.perf_counter() - begin > scale.seconds:
@@ -183,10 +183,8 @@ def compare(scale: Scale, kind: str, machine: Machine, folder: Path) -> dict[str
     for name, row in rows.items():
         row["measured"] = statistics.median(row["turns"])
         turns = ", ".join(f"{seconds:.3f}" for seconds in row["turns"])
-        print(
-            f"{name:44} planned {row['planned']:.3f} s, measured {row['measured']:.3f} s ({turns})",
-            flush=True,
-        )
+        said = "not to fit" if row["planned"] is None else f"{row['planned']:.3f} s"
+        print(f"{name:57} planned {said:10}  measured {row['measured']:.3f} s ({turns})", flush=True)
     other = min((name for name in rows if name != "searched"), key=lambda name: rows[name]["measured"])
     ratio = rows["searched"]["measured"] / rows[other]["measured"]
     pairs = [a / b for a, b in zip(rows["searched"]["turns"], rows[other]["turns"], strict=True)]
