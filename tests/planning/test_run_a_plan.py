@@ -19,6 +19,9 @@ from planning.accuracy import CPU, EMU, off
 LLAMA = FAMILIES[1]
 ROWS = {name: torch.cat([value] * 4) for name, value in LLAMA.batch(0).items()}
 
+ONE = {"micro_batch": 4, "activations": outcore.Activations("recompute"), "chunk_size": "128KiB"}
+"""No search: where what is planned matters little."""
+
 
 def planned(folder: Path | None, **settings: Any) -> outcore.Plan:
     model = LLAMA.build().train()
@@ -136,7 +139,7 @@ def test_a_plan_of_another_model_or_machine_is_refused() -> None:
     ids=["8bit", "lion", "adam"],
 )
 def test_a_plan_for_an_optimizer_that_keeps_other_states_is_refused(make: Any, said: str) -> None:
-    made = planned(None, budget=outcore.Budget(host="64MiB"))
+    made = planned(None, budget=outcore.Budget(host="64MiB"), **ONE)
     model = LLAMA.build()
     if said:
         with pytest.raises(UsageError, match=said):
@@ -149,7 +152,7 @@ def test_a_plan_for_an_optimizer_that_keeps_other_states_is_refused(make: Any, s
 def test_whole_parameters_are_another_plan() -> None:
     wide = replace(CPU, flops={"fp32": 1e11})
     made = planned(
-        None, machine=wide, budget=outcore.Budget(host="64MiB"), precision=outcore.Precision("fp32")
+        None, machine=wide, budget=outcore.Budget(host="64MiB"), precision=outcore.Precision("fp32"), **ONE
     )
     model = LLAMA.build()
     with pytest.raises(UsageError, match="of whole parameters: plan with this optimizer"):
