@@ -9,7 +9,15 @@ from outcore.report.plans import figure, lifetime
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [(1691.78, "1,692"), (345.85, "346"), (11.76, "11.8"), (0.0123, "0.0123"), (0.0, "0"), (2e-5, "<0.001")],
+    [
+        (1691.78, "1,692"),
+        (345.85, "346"),
+        (11.76, "11.8"),
+        (0.0123, "0.0123"),
+        (0.0, "0"),
+        (9.17e-4, "0.000917"),
+        (2e-5, "<0.0001"),
+    ],
 )
 def test_figures_have_no_exponent(value: float, said: str) -> None:
     assert figure(value) == said

@@ -45,7 +45,7 @@ def _settings(model: str, plan: Plan) -> Iterator[tuple[str, str]]:
     )
     yield (
         "step",
-        f"{plan.tokens:,} tokens in {figure(out.seconds)} s: {plan.tokens_per_second:,.4g} tokens/s, "
+        f"{plan.tokens:,} tokens in {figure(out.seconds)} s: {_speed(plan.tokens_per_second)} tokens/s, "
         f"{plan.flops / out.seconds / 1e12:.3g} TFLOP/s",
     )
     yield (
@@ -121,14 +121,18 @@ def _strategies(plan: Plan) -> Table:
 
 
 def _gigabytes(nbytes: int) -> str:
-    return figure(nbytes / 1e9) if nbytes else ""
+    return "" if nbytes == 0 else figure(nbytes / 1e9) if nbytes >= 1e6 else "<0.001"
 
 
 def figure(value: float) -> str:
     """Three digits that count, or all of a large number; no exponent."""
-    if 0 < value < 0.001:
-        return "<0.001"
+    if 0 < value < 0.0001:
+        return "<0.0001"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _speed(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def lifetime(years: float) -> str:
