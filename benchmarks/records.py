@@ -1,8 +1,8 @@
 """Published single-device records on paper: does outcore's plan fit the same machine, and how fast would it be?
 
-Prints the table of docs/records.md.
+Prints the table of docs/records.md, or puts it there. All rows take about two minutes on one core.
 
-    python benchmarks/records.py [--only WORD] [--json FILE]
+    python benchmarks/records.py [--only WORD] [--page docs/records.md] [--json FILE]
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -297,37 +298,65 @@ def plan(record: Record) -> dict[str, Any]:
     }
 
 
+HEAD = (
+    "| system | claim | machine | model | fits | planned tokens/s | published tokens/s | planned / published "
+    "| bound by, tokens/s | assumed |",
+    "|---|---|---|---|---|---|---|---|---|---|",
+)
+
+
+def short(value: float) -> str:
+    """Three digits that count, and no exponent."""
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def line(row: dict[str, Any]) -> str:
     """A row of the page."""
     published = row["published_tokens_per_second"]
     start = f"| {row['system']} | {row['claim']} | {row['machine']} | {row['parameters'] / 1e9:.1f}B "
-    said = f"{published:,.0f}" if published else "-"
+    said = short(published) if published else "-"
     if not row["fits"]:
         return f"{start}| no | - | {said} | - | - | {row['assumed']} |"
     planned = row["tokens_per_second"]
     apart = f"{planned / published:.2f} x" if published else "-"
     return (
-        f"{start}| yes | {planned:,.3g} | {said} | {apart} | {row['bottleneck']}, at most {row['floor']:,.3g} "
+        f"{start}| yes | {short(planned)} | {said} | {apart} | {row['bottleneck']}, at most {short(row['floor'])} "
         f"| {row['assumed']} |"
     )
+
+
+def paged(text: str, table: list[str]) -> str:
+    """A page with this table in place of its own.
+
+    Args:
+        text: of a page with one table.
+    """
+    lines = text.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    last = next(n for n in range(first, len(lines)) if not lines[n].startswith("|"))
+    return "\n".join([*lines[:first], *table, *lines[last:]]) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="")
+    parser.add_argument("--page", type=Path, help="the page whose table is made anew, if all rows are")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    print(
-        "| system | claim | machine | model | fits | planned tokens/s | published tokens/s | planned / published "
-        "| bound by, tokens/s | assumed |\n|---|---|---|---|---|---|---|---|---|---|"
-    )
+    table = list(HEAD)
+    print(*HEAD, sep="\n")
     rows = []
     for record in RECORDS:
         if options.only.lower() in f"{record.system} {record.claim}".lower():
+            start = time.process_time()
             rows.append(plan(record))
-            print(line(rows[-1]), flush=True)
+            table.append(line(rows[-1]))
+            print(table[-1], flush=True)
+            print(f"{record.claim}: {time.process_time() - start:.1f} s of CPU time", file=sys.stderr)
             if not rows[-1]["fits"]:
                 print(f"{record.claim}: {rows[-1]['remedy']}", file=sys.stderr)
+    if options.page and len(rows) == len(RECORDS):
+        options.page.write_text(paged(options.page.read_text(), table))
     if options.json:
         options.json.write_text(json.dumps({"rows": rows, "records": len(RECORDS)}, indent=1) + "\n")
 

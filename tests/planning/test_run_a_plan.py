@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from planning.accuracy import CPU, EMU, off
 
 LLAMA = FAMILIES[1]
 ROWS = {name: torch.cat([value] * 4) for name, value in LLAMA.batch(0).items()}
+
+ONE = {"micro_batch": 4, "activations": outcore.Activations("recompute"), "chunk_size": "128KiB"}
+"""No search: where what is planned matters little."""
 
 
 def planned(folder: Path | None, **settings: Any) -> outcore.Plan:
@@ -120,6 +124,39 @@ def test_a_plan_of_another_model_or_machine_is_refused() -> None:
     on_device = planned(None, machine=replace(EMU, host=64 << 20), budget=outcore.Budget(host="32MiB"))
     with pytest.raises(UsageError, match="computes on an accelerator, and this run doesn't"):
         offload(on_device, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            partial(outcore.AdamW, moments="8bit"),
+            r"keeps low \(int16\), exp_avg .* this one keeps .*: plan with this",
+        ),
+        (outcore.Lion, "this one keeps .*: plan with this optimizer"),
+        (outcore.Adam, ""),
+    ],
+    ids=["8bit", "lion", "adam"],
+)
+def test_a_plan_for_an_optimizer_that_keeps_other_states_is_refused(make: Any, said: str) -> None:
+    made = planned(None, budget=outcore.Budget(host="64MiB"), **ONE)
+    model = LLAMA.build()
+    if said:
+        with pytest.raises(UsageError, match=said):
+            outcore.offload(model, make(model.parameters()), plan=made)
+    else:  # it keeps what AdamW keeps
+        outcore.offload(model, make(model.parameters()), plan=made, device="cpu")
+        outcore.release(model)
+
+
+def test_whole_parameters_are_another_plan() -> None:
+    wide = replace(CPU, flops={"fp32": 1e11})
+    made = planned(
+        None, machine=wide, budget=outcore.Budget(host="64MiB"), precision=outcore.Precision("fp32"), **ONE
+    )
+    model = LLAMA.build()
+    with pytest.raises(UsageError, match="of whole parameters: plan with this optimizer"):
+        outcore.offload(model, outcore.Foreign(torch.optim.NAdam, model.parameters()), plan=made)
 
 
 def test_a_choice_of_policies_is_searched(tmp_path: Path) -> None:

@@ -6,15 +6,19 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from recorded import log, row
+from recorded import MIB, log, record, row
 
 from outcore.report.folder import read
+from outcore.report.page.gantt import gantt
 from outcore.report.page.markup import Markup, tag
 from outcore.report.page.page import page
+from outcore.report.page.scale import rate
+from outcore.report.timeline import Level
 
 VOID = {"meta", "br", "input"}
 
@@ -180,3 +184,20 @@ def test_tag_escapes_all_but_markup() -> None:
         == '<p title="&quot;&lt;&amp;">&lt;b&gt;<i></i>30.5</p>'
     )
     assert tag("rect", x=1.0, class_="a", hidden=True, data_tip=None) == '<rect x="1" class="a" hidden/>'
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "said"),
+    [(2.1e9, "2.10 GB/s"), (520e6, "0.52 GB/s"), (20e6, "20.0 MB/s"), (0.3e6, "0.30 MB/s"), (5e4, "50.0 kB/s"),
+     (0, "0 GB/s")],
+)  # fmt: skip
+def test_rates_have_a_unit_in_which_they_can_be_read(nbytes: float, said: str) -> None:
+    assert rate(nbytes, 1.0) == said
+    assert rate(nbytes, 0.0) == "-"
+
+
+@pytest.mark.parametrize("nbytes", [296, MIB])
+def test_a_legend_names_no_crumbs(nbytes: int) -> None:
+    made = record()
+    levels = (Level(made.start, "host", "other", nbytes), *made.levels)
+    assert ("other" in Reader(str(gantt(replace(made, levels=levels)))).text) is (nbytes == MIB)

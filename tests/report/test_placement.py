@@ -26,6 +26,17 @@ def test_it_names_what_lies_where_and_what_moves() -> None:
     assert placement(now, {}, "pass").endswith("a pass moves nothing")
 
 
+def test_kinds_that_are_crumbs_of_their_tier_are_not_named() -> None:
+    kinds = {
+        "host": {"parameters": 999, "other": 1, "gradients": 0},
+        "device": {"parameters": 9999, "other": 9},
+    }
+    said = placement(Snapshot({}, {}, {}, {}, {}, {}, kinds), {}, "step")
+    assert (
+        said == "placement: device parameters 9.8 KiB; host parameters 999 B, other 1 B; a step moves nothing"
+    )
+
+
 def test_kinds_add_up_to_what_each_tier_holds(tmp_path: Path) -> None:
     shape = SHAPES[0]
     torch.manual_seed(0)

@@ -76,7 +76,7 @@ def tiers(built: Built, disks: list[str]) -> dict[str, str]:
     ledger = engine_of(built.model).ledger.snapshot()
     computing = torch.get_num_threads()
     held = {
-        tier: f"{format_size(budget)} budget, {format_size(ledger.held[tier])} held now"
+        tier: f"{format_size(budget)} budget, {format_size(ledger.held[tier])} held at the start"
         + (f", in {', '.join(disks)}" if tier == "disk" else "")
         for tier, budget in ledger.budget.items()
     }

@@ -325,4 +325,5 @@ def _tokens(built: Built, texts: Any, tokenizer: Given | Trained, console: Any) 
     if isinstance(tokenizer, Trained):
         whose = f"a tokenizer of {tokenizer.size:,} trained on it"
     skipped = f", {texts.skipped} files skipped that are not text" if texts.skipped else ""
-    return tokens, f"{len(texts.paths):,} files, {len(tokens):,} tokens by {whose}{skipped}"
+    files = "1 file" if len(texts.paths) == 1 else f"{len(texts.paths):,} files"
+    return tokens, f"{files}, {len(tokens):,} tokens by {whose}{skipped}"

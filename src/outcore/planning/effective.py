@@ -14,6 +14,7 @@ from outcore.memory.host import PAGE
 from outcore.memory.sizes import format_size, parse_size
 from outcore.model.policies import Activations, Precision
 from outcore.optim.optimizer import Optimizer
+from outcore.planning.kept import Kept
 
 if TYPE_CHECKING:
     from outcore.planning.plan import Plan
@@ -109,7 +110,8 @@ def _budget(plan: Plan, asked: Budget) -> Budget:
 
 
 def check_fit(plan: Plan | None, model: nn.Module, optimizer: Optimizer | None, on_host: bool) -> None:
-    """Check that a plan is of a model with as many parameters, as many of them trained, and a machine of this kind.
+    """Check that a plan is of a model with as many parameters, as many of them trained by an optimizer that keeps the
+    same of each, and a machine of this kind.
 
     Raises:
         UsageError: it is of another.
@@ -122,6 +124,11 @@ def check_fit(plan: Plan | None, model: nn.Module, optimizer: Optimizer | None, 
         raise UsageError(
             f"the plan is of a model with {plan.facts.parameters:,} parameters, {plan.facts.trained:,} of them "
             f"trained, and this one has {count:,} and {trained:,}: plan for this model"
+        )
+    kept = None if optimizer is None else Kept.of(optimizer.rule, plan.precision.dtype)
+    if kept is not None and plan.kept not in (None, kept):
+        raise UsageError(
+            f"the plan is for an optimizer that keeps {plan.kept}, and this one keeps {kept}: plan with this optimizer"
         )
     if (plan.limits.device is None) != on_host:
         kind = "on the CPU" if plan.limits.device is None else "on an accelerator"

@@ -8,6 +8,7 @@ from typing import Any
 
 from outcore.memory.budget import Budget
 from outcore.model.policies import Activations, Precision
+from outcore.planning.kept import Kept
 from outcore.planning.machine import Machine
 from outcore.planning.outcome import Limits, Outcome
 from outcore.planning.settings import said
@@ -47,6 +48,7 @@ class Plan:
         tried: how many settings were simulated.
         units: names of units, as `outcore.offload` takes them.
         profile: what activations take in one pass, window by window.
+        kept: what the optimizer that was planned for keeps of each parameter.
     """
 
     budget: Budget
@@ -69,6 +71,7 @@ class Plan:
     tried: int
     units: tuple[str, ...] | None = None
     profile: Profile | None = field(default=None, repr=False)
+    kept: Kept | None = field(default=None, repr=False)
 
     @property
     def tokens_per_second(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,14 @@ from outcore.memory.sizes import format_size, parse_size
 from outcore.model.policies import Activations, Precision
 from outcore.optim.optimizer import Optimizer
 from outcore.optim.optimizers import AdamW
+from outcore.planning.kept import Kept
 from outcore.planning.least import least
 from outcore.planning.machine import Machine
 from outcore.planning.machine_file import by_name
 from outcore.planning.minimum import check, needs
 from outcore.planning.outcome import Limits, Outcome
 from outcore.planning.plan import Plan, parts
+from outcore.planning.ranking import Fit, fastest
 from outcore.planning.settings import CHUNK_SIZES, Settings, candidates, dominates
 from outcore.planning.simulator import Simulation
 from outcore.planning.strategies import Sizes, table
@@ -29,16 +31,6 @@ from outcore.planning.this import this
 
 PIECES = 1000
 """The most parameter chunks of a simulation. Beyond, it moves larger ones: peaks are coarser by one of them."""
-
-
-@dataclass(frozen=True)
-class _Fit:
-    settings: Settings
-    outcome: Outcome
-
-
-def _rank(fit: _Fit) -> tuple[float, int]:
-    return fit.outcome.seconds, -fit.settings.micro_batch
 
 
 def plan(
@@ -214,25 +206,21 @@ class Planner:
         Raises:
             BudgetError: none fits.
         """
-        found: list[_Fit] = []
+        found: list[Fit] = []
         below = not self._on_host or self._limits.disk > 0
         for offloaded in (False, True) if below and activations is None else (False,):
             asks = (sequences, accumulate, micro_batch, activations, chunk_bytes, self._subject.tokens)
             for settings in candidates(*asks, offloaded) if not found else ():
                 if any(dominates(fit.settings, settings) for fit in found):
                     continue
-                outcome = self.fits(settings)
-                if outcome is not None:
-                    found.append(_Fit(settings, outcome))
+                found += self._fit(settings)
         if (
             found and chunk_bytes is None
         ):  # the size of chunks matters least: it is tried on the best of the rest
-            leader = min(found, key=_rank).settings
+            leader = fastest(found).settings
             for size in CHUNK_SIZES:
                 settings = replace(leader, chunk_bytes=size)
-                outcome = self.fits(settings) if settings != leader else None
-                if outcome is not None:
-                    found.append(_Fit(settings, outcome))
+                found += self._fit(settings) if settings != leader else []
         if not found:
             asked = Settings(
                 micro_batch or sequences // accumulate,
@@ -241,9 +229,18 @@ class Planner:
                 chunk_bytes or CHUNK_SIZES[0],
             )
             raise self._unfit(asked)
-        return self._plan(min(found, key=_rank), budget, ranks)
+        return self._plan(fastest(found), budget, ranks)
 
-    def _plan(self, fit: _Fit, budget: Budget | None, ranks: int) -> Plan:
+    def _fit(self, settings: Settings) -> list[Fit]:
+        """The settings with their outcome, if they fit."""
+        outcome = self.fits(settings)
+        return [] if outcome is None else [Fit(settings, outcome, self._flops(settings))]
+
+    def _flops(self, settings: Settings) -> int:
+        trace = self._subject.trace(settings.micro_batch, settings.activations)
+        return sum(trace.work.flops.values()) * settings.accumulate
+
+    def _plan(self, fit: Fit, budget: Budget | None, ranks: int) -> Plan:
         subject, settings, outcome = self._subject, fit.settings, fit.outcome
         units, points = subject.layout(settings.chunk_bytes)
         trace = subject.trace(settings.micro_batch, settings.activations)
@@ -264,7 +261,7 @@ class Planner:
             limits=limits,
             least=least(units, points, trace, subject.occupied, self._on_host, settings.accumulate).limits,
             facts=subject.facts,
-            flops=sum(trace.work.flops.values()) * settings.accumulate,
+            flops=fit.flops,
             outcome=outcome,
             floor=works[bottleneck],
             bottleneck=bottleneck,
@@ -273,6 +270,7 @@ class Planner:
             tried=self.tried,
             units=subject.patterns,
             profile=trace.profile(),
+            kept=Kept.of(subject.rule, subject.precision.dtype),
         )
 
     # -- what would do ----------------------------------------------------------------------------

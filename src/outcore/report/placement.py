@@ -10,6 +10,9 @@ from outcore.memory.sizes import format_size
 SETTLED = 3
 """The step or pass whose end is told of: the first is measured, the second finds no order with updates on record."""
 
+CRUMB = 1000
+"""A kind that has less than one part in so many of what its tier holds isn't named."""
+
 
 def placement(now: Snapshot, moved: Mapping[str, int], turn: str) -> str:
     """What each tier in use holds by kind, and what one turn moves.
@@ -21,7 +24,8 @@ def placement(now: Snapshot, moved: Mapping[str, int], turn: str) -> str:
     parts = []
     for tier in TIERS:
         largest = sorted(now.kinds.get(tier, {}).items(), key=lambda kind: -kind[1])
-        kinds = [f"{kind} {format_size(nbytes)}" for kind, nbytes in largest if nbytes]
+        whole = sum(nbytes for _, nbytes in largest)
+        kinds = [f"{kind} {format_size(nbytes)}" for kind, nbytes in largest if nbytes * CRUMB >= whole > 0]
         if kinds:
             parts.append(f"{tier} {', '.join(kinds)}")
     links = [f"{link} {format_size(nbytes)}" for link, nbytes in moved.items() if nbytes]

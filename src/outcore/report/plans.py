@@ -45,12 +45,12 @@ def _settings(model: str, plan: Plan) -> Iterator[tuple[str, str]]:
     )
     yield (
         "step",
-        f"{plan.tokens:,} tokens in {out.seconds:.3g} s: {plan.tokens_per_second:,.4g} tokens/s, "
+        f"{plan.tokens:,} tokens in {figure(out.seconds)} s: {_speed(plan.tokens_per_second)} tokens/s, "
         f"{plan.flops / out.seconds / 1e12:.3g} TFLOP/s",
     )
     yield (
         "limit",
-        f"{plan.bottleneck}: no step here takes less than {plan.floor:.3g} s, this one takes "
+        f"{plan.bottleneck}: no step here takes less than {figure(plan.floor)} s, this one takes "
         f"{out.seconds / plan.floor:.2f} of that"
         if plan.floor
         else plan.bottleneck,
@@ -59,7 +59,7 @@ def _settings(model: str, plan: Plan) -> Iterator[tuple[str, str]]:
         yield "break-even", f"{plan.break_even:,} tokens per step until computing hides the rest"
     if plan.written_per_day:
         years = plan.disk_years
-        life = f"; its maker warrants {years:.2g} years of that" if years is not None else ""
+        life = "" if years is None else f"; its maker warrants {lifetime(years)} of that"
         yield "wear", f"{plan.written_per_day / 1e12:,.3g} TB written to disk per day{life}"
 
 
@@ -92,11 +92,11 @@ def _step(plan: Plan) -> Table:
         moved = sum(out.moved[link] for link in links)
         table.add_row(
             part,
-            f"{seconds:.3g}",
-            f"{waits:.3g}" if links else "",
+            figure(seconds),
+            figure(waits) if links else "",
             format_size(moved) if links else "",
         )
-    table.add_row("in all", f"{out.seconds:.3g}", "", "")
+    table.add_row("in all", figure(out.seconds), "", "")
     return table
 
 
@@ -121,7 +121,20 @@ def _strategies(plan: Plan) -> Table:
 
 
 def _gigabytes(nbytes: int) -> str:
-    if nbytes == 0:
-        return ""
-    value = nbytes / 1e9
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.001 else "<0.001"
+    return "" if nbytes == 0 else figure(nbytes / 1e9) if nbytes >= 1e6 else "<0.001"
+
+
+def figure(value: float) -> str:
+    """Three digits that count, or all of a large number; no exponent."""
+    if 0 < value < 0.0001:
+        return "<0.0001"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _speed(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def lifetime(years: float) -> str:
+    """Years in words; days where it is less than one."""
+    return f"{figure(years)} years" if years >= 1 else f"{years * 365:.0f} days"

@@ -16,6 +16,7 @@ from outcore.report.chrome import rows, thread_of
 from outcore.report.page.curves import colour, legend
 from outcore.report.page.markup import Markup, tag
 from outcore.report.page.scale import duration, percent, plain, rate, share, size, ticks
+from outcore.report.placement import CRUMB
 from outcore.report.shares import Filling, fillings, outside, uses
 from outcore.report.timeline import Record, Span
 
@@ -84,7 +85,9 @@ def gantt(record: Record) -> Markup:
         tag("line", x1=0, x2=0, y1=AXIS - 5, y2=at, class_="cross"),
         width="100%", height=at, role="img", aria_label=f"What happened when in step {record.number}",
     )  # fmt: skip
-    kinds = tuple(dict.fromkeys(kind for filling in tiers for kind in filling.kinds))
+    kinds = dict.fromkeys(
+        kind for filling in tiers for k, kind in enumerate(filling.kinds) if _is_seen(filling, k)
+    )
     held = [
         {
             "tier": filling.tier,
@@ -100,9 +103,14 @@ def gantt(record: Record) -> Markup:
         tag("div", tag("div", labels, class_="labels", style=f"height:{at}px"),
             tag("div", tag("div", picture, class_="inner"), class_="scroll", tabindex="0",
                 aria_label="Timeline: plus and minus zoom, arrow keys move"), class_="lanes"),
-        tag("div", legend(kinds), class_="bar") if tiers else None,
+        tag("div", legend(tuple(kinds)), class_="bar") if tiers else None,
         class_="timeline", data_seconds=seconds, data_held=json.dumps(held),
     )  # fmt: skip
+
+
+def _is_seen(filling: Filling, kind: int) -> bool:
+    """Whether a kind is ever more than a crumb of what its tier holds."""
+    return any(state.kinds[kind] * CRUMB >= state.total > 0 for state in filling.states)
 
 
 def _tracks(record: Record) -> list[str]:

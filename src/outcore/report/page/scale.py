@@ -56,8 +56,14 @@ def duration(seconds: float) -> str:
 
 
 def rate(nbytes: float, seconds: float) -> str:
-    """Bytes per second in words."""
-    return f"{_three(nbytes / seconds / 1e9)} GB/s" if seconds > 0 else "-"
+    """Bytes per second in words, to three figures."""
+    if seconds <= 0:
+        return "-"
+    found = nbytes / seconds
+    for least, factor, unit in ((1e8, 1e9, "GB/s"), (1e5, 1e6, "MB/s")):
+        if found >= least:
+            return f"{_three(found / factor)} {unit}"
+    return f"{_three(found / 1e3)} kB/s" if found else "0 GB/s"
 
 
 def share(part: float, whole: float) -> str:
