@@ -1,14 +1,19 @@
 """The device that computes: generic accelerator APIs on an accelerator, nothing to do on the CPU.
 
 Only `torch.accelerator`, `torch.Stream` and `torch.Event` are used, so that CUDA, XPU and any other
-backend with streams take the same code.
+backend with streams take the same code. A device that has none is asked to finish instead (`NoStreams`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import TracebackType
+from typing import cast
+
 import torch
 
 from outcore.errors import UsageError
+from outcore.memory import xla
 
 
 def find(name: str | torch.device | None) -> torch.device:
@@ -26,6 +31,8 @@ def find(name: str | torch.device | None) -> torch.device:
         raise UsageError(f"unknown device {str(name)!r}; use 'cpu' or a device such as 'cuda'") from None
     if device.type == "cpu":
         return torch.device("cpu")
+    if device.type == xla.KIND:
+        return xla.find(device)
     if accelerator is None or device.type != accelerator.type:
         here = "only the CPU" if accelerator is None else f"the CPU and {accelerator.type}"
         raise UsageError(f"there is no {device.type} device here: this machine has {here}")
@@ -44,8 +51,28 @@ def current(device: torch.device) -> torch.device:
 
 def free_bytes(device: torch.device) -> int:
     """Bytes an accelerator has free for this process, as its driver says."""
+    if device.type == xla.KIND:
+        return xla.free_bytes(device)
     free, _ = torch.accelerator.get_memory_info(device)
     return int(free)
+
+
+def offers_streams(device: torch.device) -> bool:
+    """Whether copies can run beside what a device computes."""
+    try:
+        torch.Stream(device)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def offers_storages(device: torch.device) -> bool:
+    """Whether a tensor's memory can be given back and taken again beneath its aliases."""
+    try:
+        torch.empty(1, device=device).untyped_storage().resize_(0)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 class Streams:
@@ -65,3 +92,71 @@ class Streams:
         event = torch.Event(self.device)
         event.record(stream)
         return event
+
+    def finish(self) -> None:
+        """Wait until the device has done all that it was asked for."""
+        torch.accelerator.synchronize(self.device)
+
+
+class NoStreams(Streams):
+    """A device that does one thing after the other: what is recorded is over when the call returns.
+
+    So all waits hold by themselves, and nothing runs beside anything else.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._line = _Line()
+        self.copy_in = self.copy_out = cast(torch.Stream, self._line)
+
+    @property
+    def compute(self) -> torch.Stream:
+        return cast(torch.Stream, self._line)
+
+    def record(self, stream: torch.Stream) -> torch.Event:
+        self.finish()
+        return cast(torch.Event, _OVER)
+
+    def finish(self) -> None:
+        if self.device.type == xla.KIND:
+            xla.finish()
+        else:
+            super().finish()
+
+    def bring(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Wait until tensors that were made from the host's are on the device."""
+        if self.device.type == xla.KIND:
+            xla.bring(tensors)
+
+
+class _Over:
+    """What stands for an event where there is none: it has been passed."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+_OVER = _Over()
+
+
+class _Line:
+    """What stands for a stream where there is none."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def wait_event(self, event: _Over) -> None:
+        pass
+
+
+def streams_of(device: torch.device) -> Streams:
+    """What orders copies and kernels on a device."""
+    return Streams(device) if offers_streams(device) and offers_storages(device) else NoStreams(device)
