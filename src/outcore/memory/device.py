@@ -6,7 +6,8 @@ backend with streams take the same code. A device that has none is asked to fini
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import cast
 
@@ -57,19 +58,34 @@ def free_bytes(device: torch.device) -> int:
     return int(free)
 
 
-def offers_streams(device: torch.device) -> bool:
-    """Whether copies can run beside what a device computes."""
-    try:
-        torch.Stream(device)
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
+@dataclass(frozen=True)
+class Offers:
+    """What a kind of device can do, as found by trying.
+
+    Attributes:
+        streams: copies run beside what it computes.
+        resizing: a tensor's memory can be given back and taken again beneath its aliases.
+        storages: tensors lie in storages, with addresses and strides; views share them.
+    """
+
+    streams: bool
+    resizing: bool
+    storages: bool
 
 
-def offers_storages(device: torch.device) -> bool:
-    """Whether a tensor's memory can be given back and taken again beneath its aliases."""
+def offers(device: torch.device) -> Offers:
+    """What this device can do."""
+    storage = torch.empty(1, device=device).untyped_storage()
+    return Offers(
+        _works(lambda: torch.Stream(device)),
+        _works(lambda: storage.resize_(0)),
+        _works(lambda: torch.empty(1, device=device).untyped_storage().data_ptr()),
+    )
+
+
+def _works(call: Callable[[], object]) -> bool:
     try:
-        torch.empty(1, device=device).untyped_storage().resize_(0)
+        call()
     except (RuntimeError, NotImplementedError):
         return False
     return True
@@ -155,8 +171,3 @@ class _Line:
 
     def wait_event(self, event: _Over) -> None:
         pass
-
-
-def streams_of(device: torch.device) -> Streams:
-    """What orders copies and kernels on a device."""
-    return Streams(device) if offers_streams(device) and offers_storages(device) else NoStreams(device)

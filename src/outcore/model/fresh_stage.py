@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from outcore.memory.device import NoStreams, offers_storages
+from outcore.memory.device import NoStreams, offers
 from outcore.model.aliases import Aliases
 from outcore.model.device_stage import DeviceStage, Frame
 from outcore.model.ranked_device_stage import RankedDeviceStage
@@ -85,7 +85,7 @@ class FreshStage(DeviceStage):
     def resting(self, binding: Binding) -> torch.Tensor:
         """Where an expanded tensor takes all its bytes, all parameters of a shape have the same one."""
         shape, dtype = binding.slot.shape, binding.store.run.dtype
-        if offers_storages(self.device):
+        if offers(self.device).storages:
             return resting(shape, dtype, self.device)
         for other in (b for unit in self._units for b in unit.bindings):
             if other is binding:
@@ -97,7 +97,7 @@ class FreshStage(DeviceStage):
 
     def hang(self, model: nn.Module) -> Sequence[Callable[[], None]]:
         parameters = [binding.parameter for unit in self._units for binding in unit.bindings]
-        return [Aliases(parameters, self.device, offers_storages(self.device)).around(model)]
+        return [Aliases(parameters, self.device, offers(self.device).storages).around(model)]
 
 
 class RankedFreshStage(FreshStage, RankedDeviceStage):

@@ -216,7 +216,7 @@ class RankedDeviceSite(Joined, DeviceSite):
             pinned = self._pinned.region
             frames, gathering = self.gathering(units, pool, summing, clock, ledger, updates, pinned)
             supply = Gathered(gathering, frames, self._keeps)
-        stage = RankedDeviceStage if self._keeps_storages else RankedFreshStage
+        stage = RankedDeviceStage if self._offers.resizing else RankedFreshStage
         return stage(
             self.device,
             units,

@@ -18,7 +18,7 @@ from outcore.chunks.replacers import Belady, Replacer
 from outcore.chunks.store import Reserve, RunStore, Span, span_bytes
 from outcore.errors import UsageError
 from outcore.memory.budget import Limits
-from outcore.memory.device import NoStreams, offers_storages, streams_of
+from outcore.memory.device import NoStreams, Streams, offers
 from outcore.memory.frames import Frames
 from outcore.memory.heap import give_back, keep_within
 from outcore.memory.host import Region, reserve
@@ -187,16 +187,16 @@ class DeviceSite(Lone):
         self.device = device
         self._budget = limits.device
         self._prefetch = prefetch
-        self._streams = streams_of(device)
-        self._keeps_storages = offers_storages(device)
-        self._pinned = PinnedMemory(limits.host, locks=not isinstance(self._streams, NoStreams))
+        self._offers = found = offers(device)
+        self._streams = Streams(device) if found.streams and found.resizing else NoStreams(device)
+        self._pinned = PinnedMemory(limits.host, locks=found.streams)
 
     def extra(self, units: Sequence[Unit]) -> Extra:
         return Extra(working=self.lifting(units))
 
     def lifting(self, units: Sequence[Unit]) -> int:
         """Host bytes that a lift takes beside chunks."""
-        return 0 if self._keeps_storages else lift_bytes(units)
+        return 0 if self._offers.resizing else lift_bytes(units)
 
     def span(self, run: Run) -> Span:
         return lambda offset, nbytes: self._pinned.region(nbytes)
@@ -220,7 +220,7 @@ class DeviceSite(Lone):
         streams = self._streams
         descent = Descent(self.device, streams, gradients, pool, self._pinned, ledger)
         supply = Chunks(pool, updates)
-        stage = DeviceStage if self._keeps_storages else FreshStage
+        stage = DeviceStage if self._offers.resizing else FreshStage
         return stage(
             self.device, units, pool, supply, descent, streams, clock, ledger, self._budget, self._prefetch
         )
@@ -234,7 +234,7 @@ class DeviceSite(Lone):
 
     def gauge(self, stage: Stage, pool: Pool, ledger: Ledger, roomy: bool, outside: Outside) -> Gauge:
         assert isinstance(stage, DeviceStage)
-        if not self._keeps_storages:
+        if not self._offers.storages:
             return Unmeasured()
         tell = partial(self.ranks.tell, "the activations of a pass")
         return MeteredGauge(

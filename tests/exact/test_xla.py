@@ -1,0 +1,65 @@
+"""XLA devices, where torch_xla is: ``PJRT_DEVICE=CPU`` makes one of the CPU.
+
+    PJRT_DEVICE=CPU pytest tests/exact/test_xla.py
+
+The run in memory computes all on that device as plain torch_xla does, with gradients updated on the host as in outcore.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import outcore
+from exact.reference import Loop, Result, in_memory, offloaded
+from exact.shapes import SHAPES, Shape
+from exact.test_matrix import adamw
+from outcore.errors import UsageError
+from outcore.memory.device import Offers, find, offers
+
+pytest.importorskip("torch_xla", reason="torch_xla is not installed")
+if "PJRT_DEVICE" not in os.environ:
+    pytest.skip("PJRT_DEVICE names no XLA device", allow_module_level=True)
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch_xla's own, of what it imports
+
+STACK, TIED = (next(s for s in SHAPES if s.name == name) for name in ("stack", "tied"))
+
+
+def on_xla(shape: Shape, loop: Loop, disk: Path, way: str = "keep", **more: Any) -> Result:
+    budget = outcore.Budget(device="2MiB", host="20MiB", disk=disk)
+    activations = outcore.Activations(way)  # type: ignore[arg-type]
+    return offloaded(
+        shape, loop, adamw, device="xla", budget=budget, chunk_size="128KiB", activations=activations, **more
+    )
+
+
+def assert_close(found: Result, expected: Result) -> None:
+    """Equal up to the last bits: graphs are cut elsewhere, and a compiled graph's bits depend on what is in it."""
+    torch.testing.assert_close(found.losses, expected.losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.norms, expected.norms, rtol=1e-5, atol=0)
+    for name, values in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], values, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("shape", [STACK, TIED], ids=lambda shape: shape.name)
+def test_fp32(shape: Shape, tmp_path: Path) -> None:
+    loop = Loop(steps=2, accumulate=2, precision="fp32")
+    assert_close(on_xla(shape, loop, tmp_path), in_memory(shape, loop, adamw, "xla"))
+
+
+def test_a_run_repeats_bit_by_bit(tmp_path: Path) -> None:
+    """Also where all fits, and where blocks are computed again."""
+    loop = Loop(steps=2)
+    expected = on_xla(STACK, loop, tmp_path)
+    on_xla(STACK, loop, tmp_path).assert_equal(expected)
+
+
+def test_what_it_offers() -> None:
+    assert offers(find("xla")) == Offers(streams=False, resizing=False, storages=False)
+    with pytest.raises(UsageError, match="no device xla:99"):
+        find("xla:99")
