@@ -37,13 +37,13 @@ def find(device: torch.device) -> torch.device:
 
     try:
         count = int(torch_xla.device_count())
-        found = torch_xla.device(device.index)
+        if device.index is not None and device.index >= count:
+            raise UsageError(f"there is no device {device}: this machine has {count} of them")
+        found = torch.device(torch_xla.device(device.index))
     except RuntimeError as error:
         raise UsageError(f"there is no XLA device here: {str(error).splitlines()[0]}") from None
-    if device.index is not None and device.index >= count:
-        raise UsageError(f"there is no device {device}: this machine has {count} of them")
     _register()
-    return torch.device(found)
+    return found
 
 
 def free_bytes(device: torch.device) -> int:
