@@ -110,16 +110,17 @@ class _DeviceModule(ModuleType):
 
     @staticmethod
     def get_rng_state(device: Any = None) -> torch.Tensor:
-        """The seed of the next random number, shape [1], int64."""
+        """The seed of the next random number, its 64 bits as shape [8], uint8."""
         import torch_xla.core.xla_model as xm
 
-        return torch.tensor([xm.get_rng_state(_name(device))], dtype=torch.int64)
+        seed = int(xm.get_rng_state(_name(device))) % (1 << 64)
+        return torch.tensor(list(seed.to_bytes(8, "little")), dtype=torch.uint8)
 
     @staticmethod
     def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
         import torch_xla.core.xla_model as xm
 
-        xm.set_rng_state(int(state.item()), _name(device))
+        xm.set_rng_state(int.from_bytes(bytes(state.tolist()), "little"), _name(device))
 
 
 def _name(device: Any) -> str | None:
