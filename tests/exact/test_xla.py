@@ -39,7 +39,7 @@ def on_xla(
     loop: Loop,
     disk: Path,
     make: MakeOptimizer = adamw,
-    memory: str = "1500KiB",
+    memory: str = "1600KiB",
     way: str = "keep",
 ) -> Result:
     budget = outcore.Budget(device=memory, host="20MiB", disk=disk)
