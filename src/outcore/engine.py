@@ -32,7 +32,6 @@ from outcore.model.saved.seam import NothingSaved, Saved
 from outcore.model.saved.store import SavedTensors
 from outcore.model.sites import Site
 from outcore.model.slices.heads import slice_loss
-from outcore.model.unit import resting
 from outcore.model.units import discover
 from outcore.optim.due import Due
 from outcore.optim.gradients import Gradients
@@ -134,8 +133,8 @@ class Engine:
         for unit, plan in zip(self.units, self.plans, strict=True):
             weights_of.fill(unit, plan, source, self.pool, self.rule, self._spare)
             for binding in unit.bindings:
-                binding.resting = resting(binding.slot.shape, binding.store.run.dtype, self.stage.device)
-                self._resting[binding.resting.untyped_storage().data_ptr()] = binding.name
+                binding.resting = self.stage.resting(binding)
+                self._resting[binding.resting.untyped_storage()._cdata] = binding.name
                 replace_data(binding.parameter, binding.resting)
                 resident += binding.resting.element_size()
         self.ranks.agree("the end of the first values")  # each wrote what it keeps
@@ -151,6 +150,7 @@ class Engine:
             hooks = PointHooks(point.module, opened, self.residency, self.backward, self.ranks.size > 1)
             self._undo.append(hooks.remove)
         self._treat_blocks()
+        self._undo += self.stage.hang(model)
         self._undo += filter(None, [slice_loss(model, self.activations)])
         device, dtype = self.stage.device, self.precision.dtype
         before = partial(self.prelude.before, self)
@@ -226,8 +226,8 @@ class Engine:
 
     # -- callbacks --------------------------------------------------------------------------------
 
-    def _outside(self, address: int) -> None:
-        name = self._resting.get(address)
+    def _outside(self, storage: int) -> None:
+        name = self._resting.get(storage)
         if name is not None:
             raise ModelError(
                 f"the parameter {name} was used outside of the module that owns it: name a module that covers "

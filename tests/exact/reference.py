@@ -137,6 +137,7 @@ def in_memory(
     make: MakeOptimizer,
     device: str = "cpu",
     activations: outcore.Activations | None = None,
+    finish: Callable[[], None] = lambda: None,
 ) -> Result:
     """Plain torch: a model in the compute dtype, gradients summed in fp32 from the second on, our optimizer unbound.
 
@@ -144,6 +145,7 @@ def in_memory(
 
     Args:
         activations: what blocks do; those that run in slices hand over sums, which are contributions in fp32.
+        finish: called after each backward.
     """
     model = built(shape)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[loop.precision]
@@ -168,6 +170,7 @@ def in_memory(
             if p.grad is not None and (loop.accumulate > 1 or p in sums):
                 sums[p] = p.grad.float() if p not in sums else sums[p] + p.grad.float()
                 p.grad = None
+        finish()
 
     def place(batch: Batch) -> Batch:
         return {k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in batch.items()}

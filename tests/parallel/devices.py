@@ -16,6 +16,8 @@ from torch import nn
 import outcore
 from emulated import accelerator
 from outcore.errors import BudgetError
+from outcore.memory.device import Offers
+from outcore.model import fresh_stage, sites
 from outcore.model.device_stage import DeviceStage
 from outcore.model.gathering import Gathering
 from outcore.model.host_frames import HostFrames
@@ -97,6 +99,14 @@ def trained(place: Place) -> list[dict[str, Any]]:
             del model, optimizer
         found.append(result)
     return found
+
+
+def trained_without_streams(place: Place) -> list[dict[str, Any]]:
+    """`trained`, where the emulated accelerator has no streams and its storages keep their size."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (sites, fresh_stage):
+            patch.setattr(module, "offers", lambda device: Offers(False, False, storages=True))
+        return trained(place)
 
 
 def gathered_ahead(place: Place) -> list[Any]:

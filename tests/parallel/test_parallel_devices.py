@@ -14,6 +14,7 @@ from parallel.devices import (
     one_device_fails,
     states_of,
     trained,
+    trained_without_streams,
 )
 from parallel.loops import Way, several
 from parallel.test_parallel_bytes import count, large
@@ -50,6 +51,18 @@ def test_devices_of_different_kinds(two: Team, tmp_path: Path) -> None:
         for k, way in enumerate(ways):
             assert same(found[k], expected[k]), way
             assert found[k]["losses"] == expected[k]["losses"], way
+
+
+@pytest.mark.parametrize("stage", SOME)
+def test_a_device_without_streams(stage: str, two: Team, tmp_path: Path) -> None:
+    """A CPU and an accelerator without streams, whose storages keep their size."""
+    way = Way(stage, accumulate=2, steps=2)
+    on_cpu = values(two.run(several, tmp_path / "cpu", ways=[way]))
+    mixed = values(two.run(trained_without_streams, tmp_path / "emu", lifts=[Lift(way, ("cpu", "emu"))]))
+    for expected, found in zip(on_cpu, mixed, strict=True):
+        assert same(found[0], expected[0])
+        assert found[0]["losses"] == expected[0]["losses"]
+        assert found[0]["counted"] <= found[0]["snapshot"].peak["device"]
 
 
 @pytest.mark.parametrize("stage", SOME)

@@ -1,14 +1,20 @@
 """The device that computes: generic accelerator APIs on an accelerator, nothing to do on the CPU.
 
 Only `torch.accelerator`, `torch.Stream` and `torch.Event` are used, so that CUDA, XPU and any other
-backend with streams take the same code.
+backend with streams take the same code. A device that has none is asked to finish instead (`NoStreams`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import cast
+
 import torch
 
 from outcore.errors import UsageError
+from outcore.memory import xla
 
 
 def find(name: str | torch.device | None) -> torch.device:
@@ -26,6 +32,8 @@ def find(name: str | torch.device | None) -> torch.device:
         raise UsageError(f"unknown device {str(name)!r}; use 'cpu' or a device such as 'cuda'") from None
     if device.type == "cpu":
         return torch.device("cpu")
+    if device.type == xla.KIND:
+        return xla.find(device)
     if accelerator is None or device.type != accelerator.type:
         here = "only the CPU" if accelerator is None else f"the CPU and {accelerator.type}"
         raise UsageError(f"there is no {device.type} device here: this machine has {here}")
@@ -44,8 +52,43 @@ def current(device: torch.device) -> torch.device:
 
 def free_bytes(device: torch.device) -> int:
     """Bytes an accelerator has free for this process, as its driver says."""
+    if device.type == xla.KIND:
+        return xla.free_bytes(device)
     free, _ = torch.accelerator.get_memory_info(device)
     return int(free)
+
+
+@dataclass(frozen=True)
+class Offers:
+    """What a kind of device can do, as found by trying.
+
+    Attributes:
+        streams: copies run beside what it computes.
+        resizing: a tensor's memory can be given back and taken again beneath its aliases.
+        storages: tensors lie in storages, with addresses and strides; views share them.
+    """
+
+    streams: bool
+    resizing: bool
+    storages: bool
+
+
+def offers(device: torch.device) -> Offers:
+    """What this device can do."""
+    storage = torch.empty(1, device=device).untyped_storage()
+    return Offers(
+        _works(lambda: torch.Stream(device)),
+        _works(lambda: storage.resize_(0)),
+        _works(lambda: torch.empty(1, device=device).untyped_storage().data_ptr()),
+    )
+
+
+def _works(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 class Streams:
@@ -65,3 +108,66 @@ class Streams:
         event = torch.Event(self.device)
         event.record(stream)
         return event
+
+    def finish(self) -> None:
+        """Wait until the device has done all that it was asked for."""
+        torch.accelerator.synchronize(self.device)
+
+
+class NoStreams(Streams):
+    """A device that does one thing after the other: what is recorded is over when the call returns.
+
+    So all waits hold by themselves, and nothing runs beside anything else.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._line = _Line()
+        self.copy_in = self.copy_out = cast(torch.Stream, self._line)
+
+    @property
+    def compute(self) -> torch.Stream:
+        return cast(torch.Stream, self._line)
+
+    def record(self, stream: torch.Stream) -> torch.Event:
+        self.finish()
+        return cast(torch.Event, _OVER)
+
+    def finish(self) -> None:
+        if self.device.type == xla.KIND:
+            xla.finish()
+        else:
+            super().finish()
+
+    def bring(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Wait until tensors that were made from the host's are on the device."""
+        if self.device.type == xla.KIND:
+            xla.bring(tensors)
+
+
+class _Over:
+    """What stands for an event where there is none: it has been passed."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+_OVER = _Over()
+
+
+class _Line:
+    """What stands for a stream where there is none."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def wait_event(self, event: _Over) -> None:
+        pass

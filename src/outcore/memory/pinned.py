@@ -19,10 +19,12 @@ class PinnedMemory:
 
     Args:
         limit: bytes that may be locked, in use and idle together.
+        locks: pages are locked; of no use to a device that copies while the host waits.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, locks: bool = True) -> None:
         self._limit = limit
+        self._locks = locks
         self._idle: dict[int, list[torch.Tensor]] = {}
         self._locked = 0
         self._lock = threading.Lock()
@@ -62,6 +64,8 @@ class PinnedMemory:
         self._locked -= freed
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
+        if not self._locks:
+            return torch.empty(nbytes, dtype=torch.uint8)
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:

@@ -15,10 +15,11 @@ is filled from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from outcore.chunks.chunk import Kind
 from outcore.chunks.pool import Pool
@@ -30,7 +31,7 @@ from outcore.memory.ledger import Ledger
 from outcore.model.descent import Descent
 from outcore.model.stage import view
 from outcore.model.supply import Held, Supply
-from outcore.model.unit import Binding, Unit
+from outcore.model.unit import Binding, Unit, resting
 from outcore.trace.clock import Clock
 
 AHEAD = 6
@@ -374,9 +375,15 @@ class DeviceStage:
         self._descent.drain()
         self._settle_all()
 
+    def resting(self, binding: Binding) -> torch.Tensor:
+        return resting(binding.slot.shape, binding.store.run.dtype, self.device)
+
+    def hang(self, model: nn.Module) -> Sequence[Callable[[], None]]:
+        return ()
+
     def shut(self) -> None:
         self.synchronize()
-        torch.accelerator.synchronize(self.device)
+        self._streams.finish()
         for unit, frame in self._frames.items():
             if frame.here:
                 self._free(unit)

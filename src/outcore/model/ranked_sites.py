@@ -7,6 +7,7 @@ from and where parameters are gathered to.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -16,11 +17,12 @@ from outcore.chunks.replacers import Belady, Replacer
 from outcore.chunks.store import Reserve, RunStore, Span, gradient_store
 from outcore.errors import UsageError
 from outcore.memory.budget import Budget, Limits
-from outcore.memory.device import Streams, free_bytes
+from outcore.memory.device import free_bytes
 from outcore.memory.host import reserve
 from outcore.memory.ledger import Ledger
 from outcore.memory.shared import share_of
 from outcore.model.descent import Descent
+from outcore.model.fresh_stage import RankedFreshStage
 from outcore.model.gathering import Gathering
 from outcore.model.host_frames import HostFrames, frame_bytes
 from outcore.model.ranked_device_stage import Descending, RankedDeviceStage
@@ -220,6 +222,10 @@ class RankedDeviceSite(Joined, DeviceSite):
         Joined.__init__(self, world, False)  # what a device reaches is page-locked by each rank
         self.ranks: Ranks = world
 
+    def extra(self, units: Sequence[Unit]) -> Extra:
+        joined = Joined.extra(self, units)
+        return replace(joined, working=joined.working + self.lifting(units))
+
     def furnish(
         self,
         units: Sequence[Unit],
@@ -231,24 +237,24 @@ class RankedDeviceSite(Joined, DeviceSite):
     ) -> Stage:
         self.greet(units, ledger)
         ledger.budget["device"] = self._budget
-        streams = Streams(self.device)
         stores = self.own_stores(units, self.working())
         own = Gradients(stores.values(), pool, workers())
-        descent = Descent(self.device, streams, own, pool, self._pinned, ledger)
+        descent = Descent(self.device, self._streams, own, pool, self._pinned, ledger)
         summing = self.summing(units, own, stores, gradients, pool, Descending(descent))
         supply: Supply = Chunks(pool, updates)
         if self.sharded:
             pinned = self._pinned.region
             frames, gathering = self.gathering(units, pool, summing, clock, ledger, updates, pinned)
             supply = Gathered(gathering, frames, self._keeps)
-        return RankedDeviceStage(
+        stage = RankedDeviceStage if self._offers.resizing else RankedFreshStage
+        return stage(
             self.device,
             units,
             pool,
             supply,
             descent,
             summing,
-            streams,
+            self._streams,
             clock,
             ledger,
             self._budget,

@@ -18,7 +18,7 @@ from outcore.chunks.replacers import Belady, Replacer
 from outcore.chunks.store import Reserve, RunStore, Span, span_bytes
 from outcore.errors import UsageError
 from outcore.memory.budget import Limits
-from outcore.memory.device import Streams
+from outcore.memory.device import NoStreams, Streams, offers
 from outcore.memory.frames import Frames
 from outcore.memory.heap import give_back, keep_all, keep_within
 from outcore.memory.host import Region, reserve
@@ -27,6 +27,7 @@ from outcore.memory.pinned import PinnedMemory
 from outcore.memory.place import Place
 from outcore.model.descent import Descent
 from outcore.model.device_stage import DeviceStage
+from outcore.model.fresh_stage import FreshStage, lift_bytes
 from outcore.model.saved.carriers import Carrier, HostCarrier
 from outcore.model.saved.device_carrier import DeviceCarrier
 from outcore.model.stage import HostStage, Stage
@@ -37,7 +38,7 @@ from outcore.optim.gradients import Gradients
 from outcore.optim.updates import Updates
 from outcore.parallel.ranks import Alone, Ranks
 from outcore.trace.clock import Clock
-from outcore.trace.gauge import Gauge, MeteredGauge
+from outcore.trace.gauge import Gauge, MeteredGauge, Unmeasured
 from outcore.trace.residents import Residents
 from outcore.trace.schedule import Schedule
 
@@ -177,7 +178,11 @@ class HostSite(Lone):
 
 
 class DeviceSite(Lone):
-    """An accelerator computes; chunks that cross the link lie in page-locked memory."""
+    """An accelerator computes; chunks that cross the link lie in page-locked memory.
+
+    What the device offers decides how: one without streams does all in turn, and one whose storages can't be given
+    back gets new tensors with each lift.
+    """
 
     def __init__(self, device: torch.device, limits: Limits, prefetch: bool) -> None:
         assert limits.device is not None
@@ -185,8 +190,16 @@ class DeviceSite(Lone):
         self.device = device
         self._budget = limits.device
         self._prefetch = prefetch
-        self._pinned = PinnedMemory(limits.host)
-        self._streams: Streams | None = None
+        self._offers = found = offers(device)
+        self._streams = Streams(device) if found.streams and found.resizing else NoStreams(device)
+        self._pinned = PinnedMemory(limits.host, locks=found.streams)
+
+    def extra(self, units: Sequence[Unit]) -> Extra:
+        return Extra(working=self.lifting(units))
+
+    def lifting(self, units: Sequence[Unit]) -> int:
+        """Host bytes that a lift takes beside chunks."""
+        return 0 if self._offers.resizing else lift_bytes(units)
 
     def span(self, run: Run) -> Span:
         return lambda offset, nbytes: self._pinned.region(nbytes)
@@ -207,19 +220,25 @@ class DeviceSite(Lone):
         updates: Updates,
     ) -> Stage:
         ledger.budget["device"] = self._budget
-        streams = self._streams = Streams(self.device)
+        streams = self._streams
         descent = Descent(self.device, streams, gradients, pool, self._pinned, ledger)
         supply = Chunks(pool, updates)
-        return DeviceStage(
+        stage = DeviceStage if self._offers.resizing else FreshStage
+        return stage(
             self.device, units, pool, supply, descent, streams, clock, ledger, self._budget, self._prefetch
         )
 
     def carrier(self, pool: Pool, ledger: Ledger) -> Carrier:
-        assert self._streams is not None, "the stage comes first"
+        if isinstance(self._streams, NoStreams):
+            raise UsageError(
+                "a device without streams can't offload activations: let blocks keep or recompute them"
+            )
         return DeviceCarrier(self.device, pool, self._pinned, self._streams, ledger)
 
     def gauge(self, stage: Stage, pool: Pool, ledger: Ledger, roomy: bool, outside: Outside) -> Gauge:
         assert isinstance(stage, DeviceStage)
+        if not self._offers.storages:
+            return Unmeasured()
         tell = partial(self.ranks.tell, "the activations of a pass")
         return MeteredGauge(
             self.device, "device", stage, ledger, self._budget, False, outside, _nothing, tell

@@ -9,15 +9,16 @@ pages come and go beneath it. (On an accelerator the same is done with resizable
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from outcore.chunks.pool import Access, Guard, Pool
 from outcore.chunks.store import RunStore
 from outcore.memory.place import Place
-from outcore.model.unit import Binding, Unit
+from outcore.model.unit import Binding, Unit, resting
 from outcore.optim.gradients import Gradients
 
 
@@ -67,6 +68,12 @@ class Stage(Protocol):
 
     def occupy(self, nbytes: int) -> None:
         """Count bytes beside parameters that stay where the device computes (buffers)."""
+
+    def resting(self, binding: Binding) -> torch.Tensor:
+        """What a parameter reads as while its unit is closed; see `Binding.resting`."""
+
+    def hang(self, model: nn.Module) -> Sequence[Callable[[], None]]:
+        """Put around the model's forward what parameters here need; undone by what is returned."""
 
     def shut(self) -> None:
         """Give everything back."""
@@ -128,6 +135,12 @@ class HostStage:
     def occupy(self, nbytes: int) -> None:
         self._pool.borrow(nbytes)
         self._occupied += nbytes
+
+    def resting(self, binding: Binding) -> torch.Tensor:
+        return resting(binding.slot.shape, binding.store.run.dtype, self.device)
+
+    def hang(self, model: nn.Module) -> Sequence[Callable[[], None]]:
+        return ()
 
     def shut(self) -> None:
         for guard in self._guards.values():

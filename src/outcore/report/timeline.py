@@ -151,7 +151,9 @@ class Timeline:
     # -- the observer -----------------------------------------------------------------------------
 
     def mark(self, where: Where) -> Mark:
-        if self._tie is None or where is None or (isinstance(where, torch.device) and where.type == "cpu"):
+        if self._tie is None or not isinstance(where, torch.device | torch.Stream):
+            return self._clock()
+        if isinstance(where, torch.device) and where.type == "cpu":
             return self._clock()
         stream = torch.accelerator.current_stream(where) if isinstance(where, torch.device) else where
         event = torch.Event(self._device, enable_timing=True)

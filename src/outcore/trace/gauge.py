@@ -53,6 +53,24 @@ class Gauge(Protocol):
         """The most bytes that any kind of lap took so far."""
 
 
+class Unmeasured:
+    """Sets nothing aside: what a compiled graph takes for itself can't be seen. Implements `Gauge`."""
+
+    largest = 0
+
+    def expect(self, profile: Profile) -> None:
+        pass
+
+    def begin(self, key: Hashable, size: int) -> None:
+        pass
+
+    def window(self, key: Hashable) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
 class Owner(Protocol):
     """What shares a budget with activations: the pool on the host, the stage on a device."""
 
@@ -77,7 +95,7 @@ class MeteredGauge:
         owner: who holds the rest of it.
         budget: bytes of that tier.
         roomy: whether all chunks together take a small part of the budget.
-        outside: called with the storage address of every tensor an operator reads, in measured laps.
+        outside: called with the storage (as `Meter` names it) of every tensor an operator reads, in measured laps.
         settled: called when a lap is over, to give back what its activations left behind.
         refused: called with what is raised because activations don't fit.
     """

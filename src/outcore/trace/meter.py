@@ -24,7 +24,7 @@ class Meter(TorchDispatchMode):
 
     Args:
         device: the device whose storages are counted.
-        visit: called with the storage address of each tensor argument.
+        visit: called with the storage of each tensor argument, by the number that torch knows it by.
         observe: called with the live bytes at each new peak.
     """
 
@@ -49,7 +49,7 @@ class Meter(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and _has_storage(leaf):
                 storage = leaf.untyped_storage()
                 incoming.add(storage._cdata)
-                self._visit(storage.data_ptr())
+                self._visit(storage._cdata)
         result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device and _has_storage(leaf):
