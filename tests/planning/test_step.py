@@ -186,7 +186,8 @@ def test_chunks_pass_through_a_pool_that_is_too_small_for_them(tmp_path: Path) -
     with Passage(tmp_path, 1 << 16, 4) as passage:
         before = passage.moved
         passage.lap()
-        assert 2 << 16 <= passage.moved - before <= 2 * 4 << 16
+        # each at most once in and once out, and what the laps beside began for the two that there is room for
+        assert 2 << 16 <= passage.moved - before <= (2 * 4 + 2 * 2) << 16
     assert list(tmp_path.iterdir()) == []
 
 
