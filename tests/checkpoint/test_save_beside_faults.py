@@ -273,7 +273,7 @@ assert not Path(sys.argv[1]).exists()
 """
 
 
-@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("prefetch", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("end", ENDS)
 def test_the_end_of_the_process(end: str, prefetch: bool, tmp_path: Path) -> None:
     done = subprocess.run(

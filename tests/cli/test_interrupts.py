@@ -38,6 +38,11 @@ loop.outcore.snapshot = snapshot
 """
 
 BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+EITHER = pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
+"""What comes after the signal was taken is the same for both."""
+
 TINY = ("--model", "gpt2-tiny", "--seq-len", "32", "--host-memory", "4MiB", "--device", "cpu")
 
 
@@ -93,7 +98,7 @@ def test_without_checkpoints_a_run_stops_and_its_exit_code_tells(
     assert metrics(tmp_path / "log")[0]["step"] == 1
 
 
-@BOTH
+@EITHER
 def test_with_checkpoints_the_step_is_saved_and_the_command_to_go_on_is_said(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -137,7 +142,7 @@ def test_a_kill_loses_only_what_was_not_saved(tmp_path: Path) -> None:
     assert [line["loss"] for line in metrics(tmp_path / "whole")] == [line["loss"] for line in found]
 
 
-@BOTH
+@EITHER
 def test_a_second_signal_leaves_at_once_in_the_middle_of_a_step(
     tmp_path: Path, number: signal.Signals
 ) -> None:

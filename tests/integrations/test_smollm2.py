@@ -68,6 +68,7 @@ def test_generate_writes_the_same_text(smollm2: Path, plain: torch.nn.Module, tm
     assert result.stdout == tokenizer.decode(out[0], skip_special_tokens=True) + "\n"
 
 
+@pytest.mark.slow
 def test_fine_tuning_starts_low_and_goes_lower(smollm2: Path, tmp_path: Path) -> None:
     sizes = ("--seq-len", 64, "--batch-size", 2, "--steps", 10, "--lr", 1e-4, "--device", "cpu")
     data = ("--data", textwrap.__file__, "--log-dir", tmp_path / "log")

@@ -235,4 +235,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestSavedTensors = Machine.TestCase
-TestSavedTensors.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
+TestSavedTensors.settings = settings(max_examples=15, stateful_step_count=20, deadline=None, derandomize=True)
