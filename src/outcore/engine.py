@@ -15,7 +15,7 @@ from outcore.errors import ModelError, StateError
 from outcore.memory import ending
 from outcore.memory.budget import Limits
 from outcore.memory.disk import DiskTier
-from outcore.memory.heap import give_back
+from outcore.memory.heap import give_back, keep_little
 from outcore.memory.ledger import Ledger
 from outcore.memory.refusal import allocating
 from outcore.model import weights as weights_of
@@ -337,3 +337,4 @@ class Engine:
         self.pool.close()
         if self.disk is not None:
             self.disk.close()
+        keep_little()

@@ -37,11 +37,17 @@ def keep_within(budget: int) -> None:
 
 
 def keep_all() -> None:
-    """Let the heap keep whatever is freed, until `keep_within` or `give_back`. Holds for the process."""
+    """Let the heap keep whatever is freed, until `keep_within` or `keep_little`. Holds for the process."""
     found = _library()
     if hasattr(found, "mallopt"):
         found.mallopt(_M_MMAP_MAX, 0)
         found.mallopt(_M_TRIM_THRESHOLD, -1)
+
+
+def keep_little() -> None:
+    """Let the heap keep what glibc would by itself, and return the rest to the system."""
+    keep_within(0)
+    give_back()
 
 
 def give_back() -> None:
