@@ -8,6 +8,10 @@ there can be: two gathers and one sum, (W-1)/W x 6 N. Where this process may (``
 network of their own, whose loopback device counts them once more, with headers and acknowledgements::
 
     python benchmarks/ranks.py --json ranks.json
+    python benchmarks/ranks.py --apart
+
+Ranks of one machine gather through memory that they share, and only sums cross a wire. ``--apart`` lets them share
+none, as on different machines.
 """
 
 from __future__ import annotations
@@ -52,6 +56,7 @@ def measure(options: argparse.Namespace, ranks: int) -> list[dict[str, Any]]:
         "budget": options.host_budget,
         "precision": "bf16",
         "states": "parameters",
+        "apart": options.apart,
     }
     with tempfile.TemporaryDirectory() as disk:
         place = Place(Path(disk), 1, timeout=options.patience, ranks=ranks)
@@ -108,6 +113,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="of one row, which each rank has")
     parser.add_argument("--steps", type=int, default=2, help="counted ones, after one that is not")
     parser.add_argument("--host-budget", default="3GiB", help="of each rank")
+    parser.add_argument("--apart", action="store_true", help="ranks share no memory")
     parser.add_argument("--patience", type=float, default=600.0)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()

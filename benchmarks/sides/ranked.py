@@ -13,15 +13,18 @@ import socket
 import stat
 import struct
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import outcore
 from outcore.memory import heap
+from outcore.model import ranked_sites
 from outcore.offloaded import engine_of
 from sides.models import MODELS, batch
 from sides.turn import MARK
@@ -50,15 +53,16 @@ def train(asked: dict[str, Any], name: str, steps: int) -> dict[str, Any]:
     model: Any = MODELS[name].build()
     count = sum(parameter.numel() for parameter in model.parameters())
     optimizer = outcore.AdamW(model.parameters(), lr=1e-4)
-    outcore.offload(
-        model,
-        optimizer,
-        device="cpu",
-        budget=outcore.Budget(host=asked["budget"]),
-        precision=outcore.Precision(asked["precision"]),
-        activations=outcore.Activations("recompute"),
-        sharding=outcore.Sharding(asked["states"]),
-    )
+    with apart(asked["apart"]):
+        outcore.offload(
+            model,
+            optimizer,
+            device="cpu",
+            budget=outcore.Budget(host=asked["budget"]),
+            precision=outcore.Precision(asked["precision"]),
+            activations=outcore.Activations("recompute"),
+            sharding=outcore.Sharding(asked["states"]),
+        )
     own = int(os.environ.get("RANK", "0"))
     wire: list[int] = []
     device: list[int] = []
@@ -90,6 +94,16 @@ def train(asked: dict[str, Any], name: str, steps: int) -> dict[str, Any]:
     }
     outcore.release(model)
     return found
+
+
+@contextmanager
+def apart(on: bool) -> Iterator[None]:
+    """Ranks that are offloaded within share no memory, as on different machines, if ``on``."""
+    can_share = ranked_sites.can_share
+    with mock.patch.object(
+        ranked_sites, "can_share", lambda world, willing: can_share(world, willing and not on)
+    ):
+        yield
 
 
 def barrier(asked: dict[str, Any]) -> None:

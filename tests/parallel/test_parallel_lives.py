@@ -51,10 +51,14 @@ def old_and_new(store: dist.Store, rank: int) -> list[str]:
             return str(error)
         return "joined"
 
+    sign = f"outcore/asks/{rank}" if rank else "outcore/first"
     with ThreadPoolExecutor(4) as threads:
         before = threads.submit(joined, rank)
-        time.sleep(0.1)
-        others = [threads.submit(joined, number) for number in (1, 0)]
+        old = store.get(sign)  # waits for it
+        others = [threads.submit(joined, rank)]
+        while store.get(sign) == old:  # who of the other number came earlier would find the old one alone
+            time.sleep(0.01)
+        others.append(threads.submit(joined, 1 - rank))
         return [*(other.result() for other in others), before.result()]
 
 
@@ -69,12 +73,12 @@ def test_a_first_rank_of_fewer_does_not_call_others() -> None:
     """Rank 1 of three was given up, and two go on without it before their own rank 1 is there."""
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as threads:
-        before = threads.submit(own_store, store, 1, 3, 0.5)
-        time.sleep(0.1)
-        first = threads.submit(own_store, store, 0, 2, 5)
+        before = threads.submit(own_store, store, 1, 3, 20)
+        store.get("outcore/asks/1")  # waits for it
+        first = threads.submit(own_store, store, 0, 2, 20)
         time.sleep(0.2)
         assert not first.done()
-        second = threads.submit(own_store, store, 1, 2, 5)
+        second = threads.submit(own_store, store, 1, 2, 20)
         first.result().set("where", "here")
         assert second.result().get("where") == b"here"
         with pytest.raises(PeerError, match="another process"):
