@@ -73,16 +73,19 @@ class _Patience:
 def _ask(store: Any, rank: int, size: int, wait: _Patience) -> str:
     word = f"{size}-{secrets.token_hex(8)}"
     store.set(f"asks/{rank}", word)
-    name = ""
+    names: set[str] = (
+        set()
+    )  # of all that called: one that is late to see that it was replaced calls over the later one
     while True:
         called = _read(store, f"calls/{word}")
-        if called != name:
-            name = called
-            store.set(f"{name}/here/{word}", "")
-        roster = _read(store, f"{name}/roster") if name else ""
-        if word in roster.split():
-            return name
-        if roster or _read(store, f"asks/{rank}") != word:
+        if called and called not in names:
+            names.add(called)
+            store.set(f"{called}/here/{word}", "")
+        rosters = {name: _read(store, f"{name}/roster").split() for name in names}
+        for name, roster in rosters.items():
+            if word in roster:
+                return name
+        if any(rosters.values()) or _read(store, f"asks/{rank}") != word:
             raise PeerError(rank, DOING, f"another process has taken the place of this one, rank {rank}")
         if wait.is_over():
             raise PeerError(0, DOING, f"rank 0 is not there within {wait.seconds:g} seconds")
