@@ -157,7 +157,7 @@ class Joined:
 
         Args:
             pinned: makes the memory of frames, where a device must reach it.
-            stays: whether what was gathered stays until the step.
+            stays: whether what is used twice in a row stays in between, see `Gathering`.
         """
         if self._shares:
             frames: HostFrames = shared_frames(units, pool, self._world, self._keeps)

@@ -73,9 +73,8 @@ class _Patience:
 def _ask(store: Any, rank: int, size: int, wait: _Patience) -> str:
     word = f"{size}-{secrets.token_hex(8)}"
     store.set(f"asks/{rank}", word)
-    names: set[str] = (
-        set()
-    )  # of all that called: one that is late to see that it was replaced calls over the later one
+    # All that called: a first rank that is late to see that it was replaced calls over the later one.
+    names: set[str] = set()
     while True:
         called = _read(store, f"calls/{word}")
         if called and called not in names:

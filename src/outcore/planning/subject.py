@@ -190,9 +190,7 @@ class Subject:
     def _by_depth(self, rows: int, activations: Activations) -> Trace | None:
         """As a few blocks of a deep model tell, if they do; see `outcore.planning.depth`."""
         if self.patterns is not None or activations.units or offloads(activations.blocks):
-            return (
-                None  # names and numbers of units, which a shorter model has others of, mean something here
-            )
+            return None  # names and numbers of units mean something here, and a shorter model has others
         depth = Depth.of(self.model, frozenset(self._numbers))
         if depth is None:
             return None

@@ -253,9 +253,8 @@ class SavedTensors:
             raise
         storage, entry.first = stored.untyped_storage(), int(stored.storage_offset())
         entry.shown = weakref.ref(storage)
-        if (
-            guard is not None
-        ):  # not by the entry's own reference, which goes with it: a gradient may live longer
+        if guard is not None:
+            # Not by the entry's own reference, which goes with it: a gradient may live longer.
             weakref.finalize(storage, self._unseen.append, guard).atexit = False
         return storage
 
