@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from outcore.errors import ModelError
-from outcore.model.forwards import around_forward
+from outcore.model.forwards import where_recorded
 from outcore.model.policies import Activations, ActivationsName, fits, offloads, recomputes
 from outcore.model.saved.seam import Saver
 from outcore.model.slices.block import Collect, recompute_in_slices
@@ -100,15 +99,10 @@ def recompute(module: nn.Module) -> Callable[[], None]:
         A function that undoes it.
     """
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return original(*args, **kwargs)
-            return checkpoint(original, *args, use_reentrant=False, **kwargs)
+    def run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-        return forward
-
-    return around_forward(module, make)
+    return where_recorded(module, run)
 
 
 def offload(module: nn.Module, name: str, unit: int, saver: Saver) -> Callable[[], None]:
@@ -120,16 +114,11 @@ def offload(module: nn.Module, name: str, unit: int, saver: Saver) -> Callable[[
         A function that undoes it.
     """
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return original(*args, **kwargs)
-            with saver.call(unit, name):
-                return original(*args, **kwargs)
+    def run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with saver.call(unit, name):
+            return forward(*args, **kwargs)
 
-        return forward
-
-    return around_forward(module, make)
+    return where_recorded(module, run)
 
 
 def recomputes_itself(block: nn.Module) -> bool:

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from outcore.model.forwards import around_forward
+from outcore.model.forwards import where_recorded
+from outcore.model.watched import Watched
 from outcore.trace.meter import uncounted
 
 
@@ -80,20 +81,16 @@ class _Kept:
 
     def __init__(self, tensor: torch.Tensor, nothing: torch.Tensor) -> None:
         self._tensor = tensor.data
-        self._probe = tensor.detach()
-        self._probe.data = nothing
-        self._version = tensor._version
+        probe = tensor.detach()
+        probe.data = nothing
+        self._watched = Watched(probe)
 
     def tensor(self) -> torch.Tensor:
         """
         Raises:
             RuntimeError: it was changed in place since.
         """
-        if self._probe._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: it "
-                f"is at version {self._probe._version}; expected version {self._version} instead"
-            )
+        self._watched.check()
         return self._tensor
 
 
@@ -119,16 +116,11 @@ class Aliases:
             A function that undoes it.
         """
 
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                if not torch.is_grad_enabled():
-                    return original(*args, **kwargs)
-                with saved_tensors_hooks(self._pack, self._unpack):
-                    return original(*args, **kwargs)
+        def run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with saved_tensors_hooks(self._pack, self._unpack):
+                return forward(*args, **kwargs)
 
-            return forward
-
-        return around_forward(model, make)
+        return where_recorded(model, run)
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         if tensor.device != self._device:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -30,3 +31,21 @@ def around_forward(
                 del module.__dict__["forward"]
 
     return undo
+
+
+def where_recorded(
+    module: nn.Module, run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+) -> Callable[[], None]:
+    """Let ``run(forward, args, kwargs)`` stand for a module's forward where autograd records it, and only there.
+
+    Returns:
+        As `around_forward`.
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return run(original, args, kwargs) if torch.is_grad_enabled() else original(*args, **kwargs)
+
+        return forward
+
+    return around_forward(module, make)

@@ -35,6 +35,7 @@ from outcore.model.saved.carriers import Carrier
 from outcore.model.saved.shelf import Shelf, Slot
 from outcore.model.saved.views import Layout, Span, bytes_of, has_bytes, layout_in, spanned, to_store
 from outcore.model.unit import Unit
+from outcore.model.watched import Watched
 from outcore.trace.meter import uncounted
 
 SMALLEST = 64 << 10
@@ -75,26 +76,7 @@ class Entry:
         return same and self.span.holds(spanned(tensor))
 
 
-class _Watched:
-    """Knows whether a tensor was changed in place since it was saved, as autograd would, without its bytes."""
-
-    def __init__(self, probe: torch.Tensor) -> None:
-        self._probe = probe
-        self._version = probe._version
-
-    def check(self) -> None:
-        """
-        Raises:
-            RuntimeError: it was.
-        """
-        if self._probe._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: it "
-                f"is at version {self._probe._version}; expected version {self._version} instead"
-            )
-
-
-class Kept(_Watched):
+class Kept(Watched):
     """A tensor that stays; autograd gets an alias, since the tensor itself may hold the node that saves it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -102,7 +84,7 @@ class Kept(_Watched):
         super().__init__(self.tensor)
 
 
-class Handle(_Watched):
+class Handle(Watched):
     """What autograd holds in place of a tensor that moved."""
 
     def __init__(self, entry: Entry, tensor: torch.Tensor) -> None:
@@ -179,7 +161,7 @@ class SavedTensors:
         ):  # what the next block saves finds room, or writes under way
             self._pool.repay(group.nbytes)
 
-    def _pack(self, group: Group, tensor: torch.Tensor) -> _Watched:
+    def _pack(self, group: Group, tensor: torch.Tensor) -> Watched:
         self.sweep()
         if not self._moves(tensor):
             return Kept(tensor)
@@ -232,7 +214,7 @@ class SavedTensors:
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def _unpack(self, held: _Watched) -> torch.Tensor:
+    def _unpack(self, held: Watched) -> torch.Tensor:
         held.check()
         if isinstance(held, Kept):
             return held.tensor

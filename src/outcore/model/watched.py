@@ -1,0 +1,28 @@
+"""Tensors that autograd gave away, and what may not happen to them meanwhile."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Watched:
+    """Knows whether a tensor was changed in place since it was saved, as autograd would, without its bytes.
+
+    Args:
+        probe: shares the count of versions with the tensor, not necessarily its bytes.
+    """
+
+    def __init__(self, probe: torch.Tensor) -> None:
+        self._probe = probe
+        self._version = probe._version
+
+    def check(self) -> None:
+        """
+        Raises:
+            RuntimeError: it was.
+        """
+        if self._probe._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: it "
+                f"is at version {self._probe._version}; expected version {self._version} instead"
+            )
