@@ -99,12 +99,21 @@ class Keeping:
         check_run(extra, facts, path)
         return Previous(int(path.name.removeprefix("step-")), extra, path)
 
-    def check_data(self, previous: Previous) -> None:
-        """Check that a checkpoint is of this run's data.
+    def feed(self, data: dict[str, Any], tokenizer: dict[str, str], previous: Previous | None) -> None:
+        """What the run trains on, which checkpoints hold; the one it goes on from must be of the same.
+
+        Args:
+            data: from `outcore.cli.identity.facts_of_data`.
+            tokenizer: files by name.
 
         Raises:
-            UsageError: it is not.
+            UsageError: it is of other data.
         """
+        self.facts["data"], self.tokenizer = data, tokenizer
+        if previous is not None:
+            self._check_data(previous)
+
+    def _check_data(self, previous: Previous) -> None:
         check_data(previous.extra.get("data"), self.facts["data"], previous.path)
 
     def restore(self, model: Any, optimizer: outcore.Optimizer, batches: Batches) -> Previous:
@@ -121,7 +130,7 @@ class Keeping:
         path = self._series.path(step)
         check_run(extra, self.facts, path)
         previous = Previous(step, extra, path)
-        self.check_data(previous)
+        self._check_data(previous)
         batches.restore(_position(extra.get("batches")))
         self._saved = step
         return previous

@@ -200,7 +200,6 @@ def run_rank(settings: Settings, launch: Launch) -> None:
     from outcore.cli.rehearsing import rehearsed
     from outcore.cli.searching import searched
     from outcore.cli.steps import Steps
-    from outcore.integrations.transformers import build
     from outcore.memory.device import find
     from outcore.model.policies import read_activations
     from outcore.offloaded import engine_of
@@ -222,11 +221,7 @@ def run_rank(settings: Settings, launch: Launch) -> None:
     traced = parse_steps(settings.trace_steps, settings.steps)
     keeping = Keeping.of(settings)
     texts = Texts.find(settings.data)
-    built = build(settings.model, training=True)
-    if built.positions is not None and settings.seq_len > built.positions:
-        raise UsageError(
-            f"--seq-len is {settings.seq_len}, but {settings.model} has {built.positions} positions"
-        )
+    built = _built(settings)
     lr = settings.lr or learning_rate(found, built.name, built.weights is not None)
     previous = None if keeping is None else keeping.previous(settings.resume, facts(settings, built, lr))
     if previous is not None and previous.step >= settings.steps:
@@ -239,10 +234,7 @@ def run_rank(settings: Settings, launch: Launch) -> None:
     tokens, said = _tokens(built, texts, tokenizer, console)
     batches = Batches(tokens, settings.seq_len, settings.batch_size, settings.seed)
     if keeping is not None:
-        keeping.facts["data"] = facts_of_data(tokens)
-        keeping.tokenizer = tokenizer.files()
-        if previous is not None:
-            keeping.check_data(previous)
+        keeping.feed(facts_of_data(tokens), tokenizer.files(), previous)
     torch.manual_seed(settings.seed)
     optimizer = make(found, built.model.parameters(), lr)
     plan = searched(settings, built, optimizer, budget, device)
@@ -272,6 +264,22 @@ def run_rank(settings: Settings, launch: Launch) -> None:
             steps.run(device, tokenizer)
         finally:
             outcore.release(built.model)
+
+
+def _built(settings: Settings) -> Built:
+    """The model, without memory.
+
+    Raises:
+        UsageError: a sequence has more positions than it.
+    """
+    from outcore.integrations.transformers import build
+
+    built = build(settings.model, training=True)
+    if built.positions is not None and settings.seq_len > built.positions:
+        raise UsageError(
+            f"--seq-len is {settings.seq_len}, but {settings.model} has {built.positions} positions"
+        )
+    return built
 
 
 def _interrupts(settings: Settings, patient: bool) -> Interrupts:
