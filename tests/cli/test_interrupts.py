@@ -31,7 +31,8 @@ import time
 from outcore.cli import loop
 before = loop.outcore.snapshot
 def snapshot(model):
-    print("in a step", flush=True)
+    with open({marks!r}, "a") as file:
+        file.write("in a step\\n")
     time.sleep({seconds})
     return before(model)
 loop.outcore.snapshot = snapshot
@@ -54,7 +55,8 @@ def started(folder: Path, *more: object, slow: float = 0) -> Iterator[subprocess
     arguments = ["train", *TINY, "--data", str(data), "--disk", str(folder), "--log-dir", str(folder / "log")]
     if "--steps" not in more:
         more = ("--steps", 1_000_000, *more)
-    command = SLOW.format(seconds=slow) + COMMAND if slow else COMMAND
+    marks = folder / "marks"
+    command = SLOW.format(seconds=slow, marks=str(marks)) + COMMAND if slow else COMMAND
     with subprocess.Popen(
         [sys.executable, "-c", command, *arguments, *map(str, more)],
         stdout=subprocess.PIPE,
@@ -68,6 +70,10 @@ def started(folder: Path, *more: object, slow: float = 0) -> Iterator[subprocess
             while not (line.exists() and line.stat().st_size) and time.monotonic() < until:
                 assert process.poll() is None, process.communicate()
                 time.sleep(0.05)
+            # The line is written before a step is over: a signal now might find nothing left to finish.
+            before = marks.stat().st_size if slow else 0
+            while slow and marks.stat().st_size == before and time.monotonic() < until:
+                time.sleep(0.01)
             yield process
         finally:
             process.kill()
