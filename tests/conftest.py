@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+import outcore
 from emulated import accelerator
 from emulated.fixtures import emu
 from exact.devices import device
@@ -20,6 +21,10 @@ def _unrehearsed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """A rehearsal takes a fifth of a second, a run of most tests less: those that are about it ask for it."""
     if request.node.get_closest_marker("rehearsed") is None:
         monkeypatch.setattr(Rehearsing, "before", lambda *arguments: None)
+
+
+def pytest_configure() -> None:
+    outcore.widen_matmuls()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from outcore.checkpoint.series import Checkpoints
     from outcore.memory.budget import Budget
     from outcore.memory.ledger import Snapshot
+    from outcore.model.matmuls import widen_matmuls
     from outcore.model.policies import Activations, Precision
     from outcore.model.shares import Part, Shares
     from outcore.offloaded import gather, offload, release, shares, snapshot, weights
@@ -81,6 +82,7 @@ __all__ = [
     "to_dcp",
     "verify",
     "weights",
+    "widen_matmuls",
 ]
 
 # Imported at first use: a script that only asks for help does not wait for compilers and formats.
@@ -119,6 +121,7 @@ _HOMES = {
     "to_dcp": "outcore.checkpoint.dcp.write",
     "verify": "outcore.checkpoint.reader",
     "weights": "outcore.offloaded",
+    "widen_matmuls": "outcore.model.matmuls",
 }
 
 

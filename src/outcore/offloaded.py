@@ -20,6 +20,7 @@ from outcore.memory.ledger import Snapshot
 from outcore.memory.refusal import allocating
 from outcore.model import weights as weights_of
 from outcore.model.directory import Directory
+from outcore.model.matmuls import warn_if_slow
 from outcore.model.policies import Activations, Precision
 from outcore.model.ranked_sites import choose, refusal
 from outcore.model.shares import Shares, Split, busy_by
@@ -96,6 +97,8 @@ def offload(
         own.check_free()  # before anything is taken from the model
     whole = own is not None and own.rule.whole_parameters
     ranks = join(sharding, refusal(whole, plan is not None))
+    if on_host:
+        warn_if_slow(run.precision.dtype)
     with ranks.telling("the offload of the model"):
         site, limits = choose(place, run.budget, run.prefetch, ranks)
         engine = Engine(model, own, limits=limits, site=site, settings=run)

@@ -24,4 +24,5 @@ def warm() -> None:
 
 
 torch.set_num_threads(1)
+outcore.widen_matmuls()
 warm()

@@ -96,6 +96,7 @@ def _run(
     from outcore.report.console import make_console, show_plan
     from outcore.report.placement import SETTLED, placement, since
 
+    outcore.widen_matmuls()
     built = build(name, training=False)
     if built.weights is None:
         raise UsageError(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import outcore
 from outcore.memory import cores
 from outcore.memory.sizes import format_size
+from outcore.model.matmuls import is_widening, slow_dtypes
 from outcore.model.slices.heads import runs_loss_in_slices
 from outcore.offloaded import engine_of
 from outcore.report.metrics import has_tensorboard
@@ -40,7 +42,8 @@ def describe(
         "step": f"{settings.batch_size} x {settings.seq_len} tokens{accumulated} = {per_step:,} tokens; "
         f"{settings.steps} steps; seed {settings.seed}",
         "optimizer": f"{settings.optimizer.lower()}, learning rate {lr:g}, gradient {clip}",
-        "compute": f"{settings.precision} on {device}, activations: {blocks}{_slices(settings, built)}",
+        "compute": f"{settings.precision} on {device}{_widened(settings, device)}, activations: {blocks}"
+        f"{_slices(settings, built)}",
         **tiers(built, settings.disk),
         **({} if searched is None else {"plan": _planned(searched)}),
         "log": f"{settings.log_dir}: {board}",
@@ -52,6 +55,11 @@ def _planned(plan: Plan) -> str:
         f"the fastest of {plan.tried} simulated: a step in {plan.outcome.seconds:.3g} s, "
         f"{plan.tokens_per_second:,.0f} tokens/s, bound by {plan.bottleneck}; chunks of {format_size(plan.chunk_bytes)}"
     )
+
+
+def _widened(settings: Settings, device: torch.device) -> str:
+    slow = device.type == "cpu" and outcore.Precision(settings.precision).dtype in slow_dtypes()  # type: ignore[arg-type]
+    return ", multiplied as fp32 for want of instructions" if slow and is_widening() else ""
 
 
 def _slices(settings: Settings, built: Built) -> str:

@@ -30,10 +30,12 @@ def profile(
     with reported():
         from outcore.memory.device import find
         from outcore.memory.places import check_place
+        from outcore.model.matmuls import widen_matmuls
         from outcore.planning.machine_file import write
         from outcore.planning.measure import measure
         from outcore.planning.this import profile_path
 
+        widen_matmuls()
         where = find(device)
         folder = None if disk is None else check_place(disk).path
         path = output or profile_path()

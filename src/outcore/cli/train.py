@@ -209,6 +209,7 @@ def run_rank(settings: Settings, launch: Launch) -> None:
 
     console = make_console()
     console.quiet = launch.rank > 0
+    outcore.widen_matmuls()
     sharding = outcore.Sharding(settings.sharding, sums=settings.sums)  # type: ignore[arg-type]
     device = find(settings.device)
     budget = outcore.Budget(

@@ -1,0 +1,126 @@
+"""Products in dtypes that the processor has no instructions for, widened to fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import outcore
+from outcore.model import matmuls
+
+SLOW = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(params=SLOW, ids=["bf16", "fp16"])
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
+    """As on a processor without instructions for either, with blocks that small matrices fill."""
+    outcore.widen_matmuls(False)
+    with monkeypatch.context() as patched:
+        patched.setattr(matmuls, "slow_dtypes", lambda: SLOW)
+        for name in ("_ROWS", "_COLUMNS", "_DEPTH"):
+            patched.setattr(matmuls, name, 16)
+        assert outcore.widen_matmuls()
+        yield request.param
+        outcore.widen_matmuls(False)
+    outcore.widen_matmuls()
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(found: torch.Tensor, exact: torch.Tensor) -> None:
+    """Rounded once from a sum in fp32: within half a unit of the last place, and what fp32 sums differ by."""
+    unit = torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found.double(), exact, rtol=0.51 * unit, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 16, 17), (33, 40, 7), (16, 50, 48)])
+@pytest.mark.parametrize("turned", [False, True], ids=["rows", "columns"])
+def test_products_are_rounded_once(dtype: torch.dtype, shape: tuple[int, int, int], turned: bool) -> None:
+    rows, depth, columns = shape
+    a = drawn(depth, rows, dtype=dtype).t() if turned else drawn(rows, depth, dtype=dtype)
+    b = (
+        drawn(columns, depth, dtype=dtype, seed=1).t()
+        if turned
+        else drawn(depth, columns, dtype=dtype, seed=1)
+    )
+    bias = drawn(columns, dtype=dtype, seed=2)
+    exact = a.double() @ b.double()
+    close(a @ b, exact)
+    close(torch.addmm(bias, a, b, beta=0.5, alpha=2), 0.5 * bias.double() + 2 * exact)
+    close(torch.addmm(torch.full_like(bias, torch.nan), a, b, beta=0), exact)
+
+
+@pytest.mark.parametrize("size", [3, 24], ids=["together", "one by one"])
+def test_batches_of_products(dtype: torch.dtype, size: int) -> None:
+    a, b = drawn(5, size, 20, dtype=dtype), drawn(5, 20, size, dtype=dtype, seed=1)
+    bias = drawn(1, size, size, dtype=dtype, seed=2)
+    exact = a.double() @ b.double()
+    close(torch.bmm(a, b), exact)
+    close(torch.baddbmm(bias, a, b, alpha=2), bias.double() + 2 * exact)
+
+
+@pytest.mark.parametrize("masked", ["", "bool", "each row"])
+def test_attention_and_its_gradients(dtype: torch.dtype, masked: str) -> None:
+    q, k, v = (drawn(3, 2, 8, 4, dtype=dtype, seed=seed).requires_grad_() for seed in range(3))
+    mask = None
+    if masked:
+        mask = torch.ones(3 if masked == "each row" else 1, 1, 8, 8, dtype=torch.bool).tril()
+        if masked == "each row":
+            mask = torch.where(mask, 0.0, -2.0).to(dtype)
+    given = drawn(3, 2, 8, 4, dtype=dtype, seed=3)
+    out = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+    out.backward(given)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    wide_mask = mask.double() if mask is not None and mask.is_floating_point() else mask
+    exact = functional.scaled_dot_product_attention(*wide, wide_mask, is_causal=mask is None)
+    exact.backward(given.double())
+    torch.testing.assert_close(out.double(), exact, rtol=0.51 * torch.finfo(dtype).eps, atol=1e-5)
+    for ours, theirs in zip((q, k, v), wide, strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=0.05, atol=0.02)
+
+
+def test_other_dtypes_are_left_to_torch(dtype: torch.dtype) -> None:
+    a, b, bias = (drawn(*shape, dtype=torch.float32) for shape in ((33, 40), (40, 20), (20,)))
+    q = drawn(2, 2, 8, 4, dtype=torch.float32)
+    ours = (a @ b, torch.addmm(bias, a, b), functional.scaled_dot_product_attention(q, q, q))
+    outcore.widen_matmuls(False)
+    theirs = (a @ b, torch.addmm(bias, a, b), functional.scaled_dot_product_attention(q, q, q))
+    assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+def test_what_can_not_be_multiplied_is_refused_by_torch(dtype: torch.dtype) -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        drawn(2, 3, dtype=dtype) @ drawn(2, 3, dtype=dtype)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        drawn(2, 3, dtype=dtype) @ drawn(3, 2, dtype=torch.float32)
+    assert (drawn(2, 0, dtype=dtype) @ drawn(0, 3, dtype=dtype)).tolist() == [[0.0] * 3] * 2
+
+
+def test_it_can_be_taken_back(dtype: torch.dtype) -> None:
+    a = drawn(40, 40, dtype=dtype)
+    widened = a @ a
+    assert outcore.widen_matmuls()
+    assert matmuls.is_widening()
+    assert torch.equal(a @ a, widened)
+    assert not outcore.widen_matmuls(False)
+    assert not matmuls.is_widening()
+    torch.testing.assert_close(a @ a, widened)
+
+
+def test_an_offload_says_what_would_be_slow(dtype: torch.dtype) -> None:
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    precision = outcore.Precision(name)  # type: ignore[arg-type]
+    outcore.widen_matmuls(False)
+    with pytest.warns(UserWarning, match=r"no instructions for .*float16.*widen_matmuls"):
+        model = outcore.offload(nn.Linear(4, 4), precision=precision)
+    outcore.release(model)
+    outcore.widen_matmuls()
+    outcore.release(outcore.offload(nn.Linear(4, 4), precision=precision))
