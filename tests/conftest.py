@@ -4,10 +4,10 @@ import signal
 
 import pytest
 
-import outcore
 from emulated import accelerator
 from emulated.fixtures import emu
 from exact.devices import device
+from outcore.model import matmuls
 from outcore.planning.prelude import Rehearsing
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
@@ -17,14 +17,17 @@ __all__ = ["device", "emu"]
 
 
 @pytest.fixture(autouse=True)
+def _as_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor that has all instructions: the emulated device multiplies as torch does, and so must its
+    reference in host memory, whatever ran before in this process."""
+    monkeypatch.setattr(matmuls, "slow_dtypes", lambda: ())
+
+
+@pytest.fixture(autouse=True)
 def _unrehearsed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rehearsal takes a fifth of a second, a run of most tests less: those that are about it ask for it."""
     if request.node.get_closest_marker("rehearsed") is None:
         monkeypatch.setattr(Rehearsing, "before", lambda *arguments: None)
-
-
-def pytest_configure() -> None:
-    outcore.widen_matmuls()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -31,6 +31,13 @@ class Foreseen:
 
     def __init__(self) -> None:
         self.coming: list[Chunk] = []
+        self._asked = 0
+
+    @property
+    def epoch(self) -> int:
+        """Another one each time: the list may have changed."""
+        self._asked += 1
+        return self._asked
 
     def revised(self) -> None:
         """Any may be."""
@@ -38,8 +45,8 @@ class Foreseen:
     def next_use(self, chunk: Chunk) -> int:
         return self.coming.index(chunk) + 1 if chunk in self.coming else NEVER
 
-    def upcoming(self) -> Iterable[tuple[int, Chunk]]:
-        return list(enumerate(self.coming, 1))
+    def needs(self, distance: int) -> Sequence[Chunk] | None:
+        return self.coming[distance - 1 : distance] or None
 
 
 def build(replacer: str = "Belady", room: int = ROOM) -> tuple[Pool, list[Chunk], Foreseen, DiskTier, Ledger]:
@@ -181,12 +188,12 @@ def test_who_has_all_at_hand_and_room_to_spare_looks_no_further() -> None:
     pool, chunks, order, disk, _ = build(room=2 * COUNT)
     asked = 0
 
-    def upcoming() -> Iterable[tuple[int, Chunk]]:
+    def needs(distance: int) -> Sequence[Chunk] | None:
         nonlocal asked
         asked += 1
-        return list(enumerate(order.coming, 1))
+        return order.coming[distance - 1 : distance] or None
 
-    order.upcoming = upcoming  # type: ignore[method-assign]
+    order.needs = needs  # type: ignore[method-assign]
     order.coming = chunks
     for chunk in chunks:
         pool.guard([chunk], Access.FRESH).close()

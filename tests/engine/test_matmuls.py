@@ -18,15 +18,12 @@ SLOW = (torch.bfloat16, torch.float16)
 @pytest.fixture(params=SLOW, ids=["bf16", "fp16"])
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
     """As on a processor without instructions for either, with blocks that small matrices fill."""
+    monkeypatch.setattr(matmuls, "slow_dtypes", lambda: SLOW)
+    for name in ("_ROWS", "_COLUMNS", "_DEPTH"):
+        monkeypatch.setattr(matmuls, name, 16)
+    assert outcore.widen_matmuls()
+    yield request.param
     outcore.widen_matmuls(False)
-    with monkeypatch.context() as patched:
-        patched.setattr(matmuls, "slow_dtypes", lambda: SLOW)
-        for name in ("_ROWS", "_COLUMNS", "_DEPTH"):
-            patched.setattr(matmuls, name, 16)
-        assert outcore.widen_matmuls()
-        yield request.param
-        outcore.widen_matmuls(False)
-    outcore.widen_matmuls()
 
 
 def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

@@ -80,7 +80,7 @@ def build(gate: Gate, room: int, queue: int = 1 << 20) -> tuple[Pool, list[Chunk
     chunks = [Chunk(Kind.PARAMETER, name, reserve(PAGE)) for name in names]
 
     class Nothing:
-        now = 0
+        now = epoch = 0
 
         def revised(self) -> None:
             """Nothing is known."""
@@ -88,8 +88,8 @@ def build(gate: Gate, room: int, queue: int = 1 << 20) -> tuple[Pool, list[Chunk
         def next_use(self, chunk: Chunk) -> int:
             return 0
 
-        def upcoming(self) -> Iterator[tuple[int, Chunk]]:
-            return iter(())
+        def needs(self, distance: int) -> None:
+            """Nothing is known."""
 
     return Pool(ledger, disk, room * PAGE, Nothing(), LRU()), chunks, disk
 

@@ -24,5 +24,4 @@ def warm() -> None:
 
 
 torch.set_num_threads(1)
-outcore.widen_matmuls()
 warm()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +55,7 @@ class Coming:
 
     def __init__(self) -> None:
         self.chunks: tuple[Chunk, ...] = ()
+        self._asked = 0
 
     def revised(self) -> None:
         """Any may be."""
@@ -63,8 +63,14 @@ class Coming:
     def next_use(self, chunk: Chunk) -> int:
         return self.chunks.index(chunk) + 1 if chunk in self.chunks else NEVER
 
-    def upcoming(self) -> Iterable[tuple[int, Chunk]]:
-        return list(enumerate(self.chunks, 1))
+    @property
+    def epoch(self) -> int:
+        """Another one each time: the chunks may have changed."""
+        self._asked += 1
+        return self._asked
+
+    def needs(self, distance: int) -> Sequence[Chunk] | None:
+        return self.chunks[distance - 1 : distance] or None
 
 
 def tensors(how: str, count: int, first: int) -> list[torch.Tensor]:

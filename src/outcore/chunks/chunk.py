@@ -74,10 +74,10 @@ class Chunk:
     pins: int = 0
     last_use: int = 0
     error: BaseException | None = field(default=None, repr=False)
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        return self.region.nbytes
+    def __post_init__(self) -> None:
+        self.nbytes = self.region.nbytes
 
     @property
     def on_host(self) -> bool:

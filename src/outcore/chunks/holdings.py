@@ -14,7 +14,7 @@ size that comes in takes them over, if both lie in frames (the note in `outcore.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from outcore.chunks.chunk import Chunk, Residence
@@ -25,21 +25,26 @@ from outcore.memory.ledger import Ledger
 class Holdings:
     """Enters in the ledger what is held, and gives pages back. Changed under the pool's lock alone.
 
+    Args:
+        came: told of each chunk that came to the host.
+        left: told of each that left it.
+
     Attributes:
         used: bytes held in all.
         borrowed: bytes of them that are not a chunk's.
+        warm: bytes of pages that hold nothing.
         below: chunks whose bytes are on disk alone.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, came: Callable[[Chunk], None], left: Callable[[Chunk], None]) -> None:
         self._ledger = ledger
+        self._came, self._left = came, left
         self._chunks: dict[Chunk, None] = {}
         self._warm: dict[Chunk, None] = {}
         self._framed: defaultdict[int, dict[Chunk, None]] = defaultdict(
             dict
         )  # those that others can take, by size
-        self.used = 0
-        self.borrowed = 0
+        self.used = self.borrowed = self.warm = 0
         self.below = 0
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -51,11 +56,6 @@ class Holdings:
         """Bytes that are in use: pinned chunks, and what is borrowed."""
         return self.borrowed + sum(chunk.nbytes for chunk in self._chunks if chunk.pins)
 
-    @property
-    def warm(self) -> int:
-        """Bytes of pages that hold nothing."""
-        return sum(chunk.nbytes for chunk in self._warm)
-
     # -- chunks -----------------------------------------------------------------------------------
 
     def take(self, chunk: Chunk, to: Residence) -> None:
@@ -63,6 +63,7 @@ class Holdings:
         self.below -= chunk.residence is Residence.DISK
         chunk.move(to)
         self._chunks[chunk] = None
+        self._came(chunk)
         donor = self._donors((chunk,))[0]
         if donor is None:
             self._hold(chunk, 1)
@@ -132,11 +133,13 @@ class Holdings:
 
     def _keep_warm(self, chunk: Chunk) -> None:
         self._warm[chunk] = None
+        self.warm += chunk.nbytes
         if size := _frame_bytes(chunk):
             self._framed[size][chunk] = None
 
     def _chill(self, chunk: Chunk) -> None:
         del self._warm[chunk]
+        self.warm -= chunk.nbytes
         if size := _frame_bytes(chunk):
             del self._framed[size][chunk]
 
@@ -144,6 +147,7 @@ class Holdings:
         chunk.move(to)
         self.below += to is Residence.DISK
         del self._chunks[chunk]
+        self._left(chunk)
 
     def _hold(self, chunk: Chunk, sign: int) -> None:
         self.used += sign * chunk.nbytes

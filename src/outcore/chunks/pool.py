@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from outcore.chunks.chunk import Chunk, Residence
 from outcore.chunks.guards import Access, Guard, SideGuard
 from outcore.chunks.holdings import Holdings
+from outcore.chunks.lookahead import NEAR, Lookahead
 from outcore.chunks.refusal import too_small
 from outcore.chunks.replacers import NEVER, Order, Replacer
 from outcore.chunks.room import Room
@@ -30,9 +31,6 @@ __all__ = ["Access", "Guard", "Pool"]
 
 WATCH = 0.5
 """Seconds after which a thread that waits for room looks whether it is still wanted."""
-
-NEAR = 2
-"""Ticks whose needs are read ahead whatever they take."""
 
 
 class Pool:
@@ -65,7 +63,8 @@ class Pool:
         self._holds_idle = True
         self._lock = threading.RLock()
         self._changed = Watchdog(self._lock, lambda: "" if disk is None else disk.stalled())
-        self._held = Holdings(ledger)
+        self._ahead = Lookahead(order)
+        self._held = Holdings(ledger, self._ahead.moved, self._ahead.left)
         self._clock = self._beside = 0
         self._traffic = Traffic(disk, self._lock)
         self._room = Room(budget, self._held, self._traffic, replacer, self._begin_write, disk is not None)
@@ -365,19 +364,15 @@ class Pool:
         horizon = clear // 4
         if not self._held.below and self._held.used + max(horizon, NEAR * self._working) <= clear:
             return  # nothing to read, and no room to make: to walk through what comes would find just that
-        absent, distance, full = list[Chunk](), 0, False
+        self._ahead.follow(horizon)
         try:
-            for distance, chunk in self._order.upcoming():
-                horizon -= chunk.nbytes
-                if horizon < 0 and distance > NEAR:
+            while (found := self._ahead.soonest()) is not None:
+                distance, chunk = found
+                if not self._room.make(distance, newcomers=(chunk,), ahead=True):
                     break
-                if chunk.residence is Residence.DISK and chunk.error is None and not full:
-                    full = not self._room.make(distance, newcomers=(chunk,), ahead=True)
-                    if not full:
-                        self._begin_read(chunk)
-                if not chunk.on_host:
-                    absent.append(chunk)
-            self._room.write_behind(absent, distance)
+                if chunk.residence is Residence.DISK:  # a write that was over at once may have let it in
+                    self._begin_read(chunk)
+            self._room.write_behind(self._ahead.absent, self._ahead.reach)
         except TierError as error:
             self._failure = error  # this may be an I/O thread: the next guard raises it
 

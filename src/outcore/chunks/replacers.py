@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import count
 from typing import Protocol
 
@@ -34,8 +34,12 @@ class Order(Protocol):
     def revised(self) -> Iterable[Chunk] | None:
         """The chunks whose next use is not the tick that it was when this was last asked; ``None`` if any may be."""
 
-    def upcoming(self) -> Iterable[tuple[int, Chunk]]:
-        """The chunks needed after the current tick, soonest first, with their distance in ticks."""
+    @property
+    def epoch(self) -> int:
+        """Another number whenever coming ticks are not those that were believed to come."""
+
+    def needs(self, distance: int) -> Sequence[Chunk] | None:
+        """What the tick that comes in so many needs, nothing if all it is for is done; ``None`` if it isn't known."""
 
 
 Rank = tuple[int, ...]

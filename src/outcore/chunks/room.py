@@ -13,11 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
+from itertools import islice
 
 from outcore.chunks.chunk import Chunk, Residence
 from outcore.chunks.holdings import Holdings
 from outcore.chunks.replacers import Replacer
 from outcore.chunks.traffic import Traffic
+
+BEHIND = 16
+"""The most chunks that are looked at for a write ahead of its need: as many as leave while one is written."""
 
 
 class Room:
@@ -100,8 +104,8 @@ class Room:
                 self._write(victim)
         return True
 
-    def write_behind(self, coming: Sequence[Chunk], beyond: int) -> None:
-        """Begin to write what will have to leave for chunks that come soon, so that nobody waits for it then.
+    def write_behind(self, coming: int, beyond: int) -> None:
+        """Begin to write what will have to leave for so many bytes that come soon, so that nobody waits for it then.
 
         Only what is used later than ``beyond`` ticks from now, and whose room is needed: it would be written anyway.
 
@@ -110,16 +114,15 @@ class Room:
         """
         if not coming or not self._has_disk:
             return
-        short = self._held.used + self._held.missing(coming) - self.clear
-        leaving = self._traffic.leaving + self._held.warm
-        if leaving >= short:
+        short = self._held.used - self._held.warm + coming - self.clear - self._traffic.leaving
+        if short <= 0:
             return
         with closing(self._replacer.leaving(self.may_leave, beyond)) as candidates:
-            for chunk in candidates:
+            for chunk in islice(candidates, BEHIND):
                 if chunk.residence is Residence.DIRTY and chunk not in self.needed:
                     self._write(chunk)
-                leaving += chunk.nbytes
-                if leaving >= short:
+                short -= chunk.nbytes
+                if short <= 0:
                     return
 
     def _victim(self, beyond: int) -> Chunk | None:

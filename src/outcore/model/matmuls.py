@@ -122,7 +122,7 @@ def _attention(
     """
     tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
     dtype = tensors[0].dtype
-    if dtype not in slow or tensors[0].numel() == 0:
+    if dtype not in slow or not tensors[0].is_cpu or tensors[0].numel() == 0:
         return original(keys, *operands, attn_mask=attn_mask, **how)
     found: list[list[torch.Tensor]] = []
     size = max(tensor[0].numel() for tensor in tensors)
@@ -159,6 +159,7 @@ def _suits(slow: Slow, a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether a product is ours. What can't be multiplied is not: torch says what is wrong with it."""
     return (
         a.dtype in slow
+        and a.is_cpu  # a device may have the CPU's kernels work on memory of its own
         and a.dtype is b.dtype
         and a.shape[:-2] == b.shape[:-2]
         and a.shape[-1] == b.shape[-2]

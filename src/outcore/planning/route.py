@@ -12,10 +12,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
-from outcore.chunks.pool import NEAR
+from outcore.chunks.lookahead import FURTHEST, NEAR
 from outcore.chunks.replacers import NEVER
 from outcore.planning.flow import Piece
-from outcore.trace.schedule import LOOKAHEAD, Schedule
+from outcore.trace.schedule import Schedule
 
 Tick = tuple[tuple[str, int], tuple[Piece, ...]]
 """What is used, and the pieces it needs on the host."""
@@ -145,7 +145,7 @@ class Foresight:
             return (tick, piece) if near or self._bytes + piece.nbytes <= limit else None
         route = self._route
         lap = route.lap(max(0, self._start - 1))
-        while self._tick - self._start < LOOKAHEAD and route.lap(self._tick) - lap <= Schedule.HORIZON:
+        while self._tick - self._start < FURTHEST and route.lap(self._tick) - lap <= Schedule.HORIZON:
             needs = () if route.is_done(self._tick) else route.ticks[self._tick % len(route)][1]
             while self._index < len(needs):
                 piece = needs[self._index]

@@ -46,7 +46,7 @@ def residents(lap: Lap, room: int) -> frozenset[Chunk]:
 def _spread(lap: Lap, kept: frozenset[Chunk], nbytes: int) -> set[Chunk]:
     """Up to one more chunk of each tick, at even distances, ``nbytes`` at the most in all."""
     one_each = {next((c for c in tick.needs if c not in kept), None) for tick in lap.ticks}
-    candidates = [c for c in lap.positions if c in one_each]  # in the order of their first use
+    candidates = [c for c in lap.uses if c in one_each]  # in the order of their first use
     total = sum(c.nbytes for c in candidates)
     more: set[Chunk] = set()
     due = 0  # bytes, times the total: shares are exact so

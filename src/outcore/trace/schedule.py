@@ -9,6 +9,11 @@ that key came in a row, so that four micro-batches and a step are foreseen. The 
 cursor: a tick that does not come as recorded is looked for further on, and if it is not there the cursor
 stays where it is. So a skipped expert, another batch shape or an evaluation in between costs a wrong
 prediction at most.
+
+[Note: The forecast]
+Ticks have numbers, counted from the first. While all goes as recorded, the forecast says which record holds each number
+to come; it is made anew, and the epoch counted on, where a lap begins or a tick is another one. A tick that is over
+ahead of its time is excused by its number.
 """
 
 from __future__ import annotations
@@ -19,9 +24,6 @@ from dataclasses import dataclass, field
 
 from outcore.chunks.chunk import Chunk
 from outcore.chunks.replacers import NEVER
-
-LOOKAHEAD = 512
-"""The most ticks ahead that `Schedule.upcoming` reports; the pool stops far earlier, at its ceiling."""
 
 
 @dataclass(frozen=True)
@@ -37,33 +39,34 @@ class Lap:
     """One recorded sequence of ticks."""
 
     ticks: list[Tick]
-    positions: dict[Chunk, list[int]] = field(default_factory=dict)
-    needs: dict[Hashable, set[Chunk]] = field(default_factory=dict)
+    uses: dict[Chunk, list[int]] = field(default_factory=dict)
+    positions: dict[Hashable, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for position, tick in enumerate(self.ticks):
-            self.needs.setdefault(tick.key, set()).update(tick.needs)
+            self.positions.setdefault(tick.key, []).append(position)
             for chunk in tick.needs:
-                self.positions.setdefault(chunk, []).append(position)
+                self.uses.setdefault(chunk, []).append(position)
 
     def __len__(self) -> int:
         return len(self.ticks)
 
-    def first_use(self, chunk: Chunk, start: int, without: set[Hashable]) -> int | None:
-        """The first position from ``start`` on that needs the chunk.
 
-        Args:
-            without: keys of ticks that don't count; each that was met is taken out.
-        """
-        positions = self.positions.get(chunk)
-        if positions is None:
-            return None
-        for where in range(bisect_left(positions, start), len(positions)):
-            key = self.ticks[positions[where]].key
-            if key not in without:
-                return positions[where]
-            without.discard(key)
-        return None
+@dataclass(frozen=True)
+class Coming:
+    """A lap as it is expected to come, or the rest of one.
+
+    Attributes:
+        first: the number of its first tick; those up to now are past.
+    """
+
+    first: int
+    lap: Lap
+
+    def following(self, positions: Sequence[int], now: int) -> Iterator[int]:
+        """The numbers of these ticks that are still to come."""
+        for index in range(bisect_left(positions, now + 1 - self.first), len(positions)):
+            yield self.first + positions[index]
 
 
 class Schedule:
@@ -73,6 +76,7 @@ class Schedule:
 
     Attributes:
         now: ticks so far.
+        epoch: counts how often the forecast changed.
     """
 
     HORIZON = 4
@@ -87,9 +91,11 @@ class Schedule:
         self._cursor = 0
         self._seen: list[Tick] = []
         self._missed = False
-        self._fulfilled: set[Hashable] = set()
+        self._fulfilled: dict[Hashable, int | None] = {}  # and the number of the tick, if it is foreseen
+        self._excused: set[int] = set()
+        self._forecast: list[Coming] = []
         self._revised: set[Chunk] | None = None
-        self.now = 0
+        self.now = self.epoch = 0
 
     @property
     def known(self) -> bool:
@@ -108,11 +114,11 @@ class Schedule:
             self._follows[self._key, self._count] = key
             self._latest[self._key] = key
         self._count = self._count + 1 if key == self._key else 0
-        self._revised = None
         self._key = key
         self._cursor = 0
         self._seen = []
         self._missed = False
+        self._foresee()
 
     def _finish(self) -> None:
         if self._key is None or not self._seen:
@@ -126,83 +132,88 @@ class Schedule:
         tick = Tick(key, tuple(needs))
         self._seen.append(tick)
         self.now += 1
-        if key in self._fulfilled:
-            self._fulfilled.discard(key)
-            self._revise(key)
         lap = self._laps.get(self._key)
-        if lap is None:
-            return
-        if self._cursor < len(lap) and lap.ticks[self._cursor] == tick:
+        expected = lap is not None and self._cursor < len(lap) and lap.ticks[self._cursor] == tick
+        if expected:
             self._cursor += 1
             if self._revised is not None:
                 self._revised.update(needs)
+        if key in self._fulfilled:
+            self._excuse(key, self._fulfilled.pop(key))
+        if lap is None or expected:
             return
-        self._revised = None
         self._missed = True
         for position in range(self._cursor, len(lap)):
             if lap.ticks[position].key == key:
                 self._cursor = position + 1
-                return
+                break
+        self._foresee()
 
     def fulfil(self, key: Hashable) -> None:
         """The next tick with this key has nothing left to do when it comes."""
-        self._fulfilled.add(key)
-        self._revise(key)
+        if key not in self._fulfilled:
+            self._fulfilled[key] = number = self._find(key)
+            self._excuse(key, number)
 
-    def _revise(self, key: Hashable) -> None:
-        """What ticks with this key need has another next use than before."""
-        if self._revised is not None:
-            for lap in self._laps.values():
-                self._revised |= lap.needs.get(key, set())
+    def _excuse(self, key: Hashable, number: int | None) -> None:
+        """A tick counts no more, or is over: what ticks with this key need has another next use than before."""
+        if number is not None:
+            self._excused ^= {number}
+            if self._revised is not None:
+                for coming in self._forecast:
+                    for position in coming.lap.positions.get(key, ()):
+                        self._revised.update(coming.lap.ticks[position].needs)
+
+    def _find(self, key: Hashable) -> int | None:
+        """The number of the next tick with this key, if one is foreseen."""
+        for coming in self._forecast:
+            for number in coming.following(coming.lap.positions.get(key, ()), self.now):
+                return number
+        return None
 
     def revised(self) -> set[Chunk] | None:
         changed, self._revised = self._revised, set()
         return changed
 
-    def _ahead(self) -> Iterator[tuple[int, int, Lap]]:
-        """Laps to come: ticks before the lap's start (from now), first position still to come, the lap."""
-        key, count, distance, start = self._key, self._count, 1, self._cursor
+    def _foresee(self) -> None:
+        """Make the forecast anew: the rest of this lap, and those that are expected to follow."""
+        self.epoch += 1
+        self._revised = None
+        self._forecast = []
+        key, count, first = self._key, self._count, self.now + 1 - self._cursor
         for _ in range(self.HORIZON + 1):
             lap = self._laps.get(key)
             if lap is None:
-                return
-            yield distance - start, start, lap
-            distance += len(lap) - start
-            start = 0
+                break
+            self._forecast.append(Coming(first, lap))
+            first += len(lap)
             follower = self._follows.get((key, count), self._latest.get(key))
             if follower is None:
-                return
+                break
             count = count + 1 if follower == key else 0
             key = follower
+        self._fulfilled = {key: self._find(key) for key in self._fulfilled}
+        self._excused = {number for number in self._fulfilled.values() if number is not None}
 
     def next_use(self, chunk: Chunk) -> int:
-        without = set(self._fulfilled)
-        for base, start, lap in self._ahead():
-            position = lap.first_use(chunk, start, without)
-            if position is not None:
-                return base + position
+        for coming in self._forecast:
+            for number in coming.following(coming.lap.uses.get(chunk, ()), self.now):
+                if number not in self._excused:
+                    return number - self.now
         return NEVER
 
-    def upcoming(self) -> Iterator[tuple[int, Chunk]]:
-        seen: set[Chunk] = set()
-        without = set(self._fulfilled)
-        for base, start, lap in self._ahead():
-            for position in range(start, len(lap)):
-                if base + position > LOOKAHEAD:
-                    return
-                if lap.ticks[position].key in without:
-                    without.discard(lap.ticks[position].key)
-                    continue
-                for chunk in lap.ticks[position].needs:
-                    if chunk not in seen:
-                        seen.add(chunk)
-                        yield base + position, chunk
+    def needs(self, distance: int) -> Sequence[Chunk] | None:
+        number = self.now + distance
+        for coming in self._forecast:
+            if number < coming.first + len(coming.lap):
+                return () if number in self._excused else coming.lap.ticks[number - coming.first].needs
+        return None
 
     def upcoming_keys(self, limit: int) -> Iterator[Hashable]:
         """The keys of the next ``limit`` ticks."""
-        for _, start, lap in self._ahead():
-            for position in range(start, len(lap)):
+        for coming in self._forecast:
+            for position in range(max(0, self.now + 1 - coming.first), len(coming.lap)):
                 if limit <= 0:
                     return
                 limit -= 1
-                yield lap.ticks[position].key
+                yield coming.lap.ticks[position].key
