@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,11 +17,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
 __all__ = ["device", "emu"]
 
 
-@pytest.fixture(autouse=True)
-def _as_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def _as_torch_multiplies() -> Iterator[None]:
     """As on a processor that has all instructions: the emulated device multiplies as torch does, and so must its
     reference in host memory, whatever ran before in this process."""
-    monkeypatch.setattr(matmuls, "slow_dtypes", lambda: ())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(matmuls, "slow_dtypes", lambda: ())
+        yield
 
 
 @pytest.fixture(autouse=True)
