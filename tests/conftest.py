@@ -1,29 +1,23 @@
 """Fixtures shared by all tests."""
 
+import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 
 from emulated import accelerator
 from emulated.fixtures import emu
 from exact.devices import device
-from outcore.model import matmuls
 from outcore.planning.prelude import Rehearsing
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# The emulated device multiplies as torch does, and so must its reference in host memory, whatever ran before in this
+# process, and the commands that tests start.
+os.environ["OUTCORE_MATMULS"] = "torch"
+
 __all__ = ["device", "emu"]
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _as_torch_multiplies() -> Iterator[None]:
-    """As on a processor that has all instructions: the emulated device multiplies as torch does, and so must its
-    reference in host memory, whatever ran before in this process."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(matmuls, "slow_dtypes", lambda: ())
-        yield
 
 
 @pytest.fixture(autouse=True)

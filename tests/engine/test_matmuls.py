@@ -121,3 +121,11 @@ def test_an_offload_says_what_would_be_slow(dtype: torch.dtype) -> None:
     outcore.release(model)
     outcore.widen_matmuls()
     outcore.release(outcore.offload(nn.Linear(4, 4), precision=precision))
+
+
+def test_the_environment_leaves_products_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTCORE_MATMULS", "torch")
+    assert matmuls.slow_dtypes() == ()
+    assert not outcore.widen_matmuls()
+    monkeypatch.delenv("OUTCORE_MATMULS")
+    assert set(matmuls.slow_dtypes()) <= set(SLOW)

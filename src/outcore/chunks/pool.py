@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from outcore.chunks.chunk import Chunk, Residence
 from outcore.chunks.guards import Access, Guard, SideGuard
 from outcore.chunks.holdings import Holdings
-from outcore.chunks.lookahead import NEAR, Lookahead
+from outcore.chunks.lookahead import Lookahead
 from outcore.chunks.refusal import too_small
 from outcore.chunks.replacers import NEVER, Order, Replacer
 from outcore.chunks.room import Room
@@ -353,26 +353,11 @@ class Pool:
                 self._trim()
 
     def _pump(self) -> None:
-        """Start the reads that the near future needs, soonest first, until one finds no room, and writes that make it.
-
-        No more than a quarter of the ceiling is kept for them, those that are on the host already included: to read
-        further ahead is to drop what was used last and is used again in the next pass, and to read that once more.
-        """
+        """Read ahead and write behind, as far as there is room."""
         if not self._prefetch or not self._holds_idle or self._closed or self._disk is None:
             return
-        clear = self._room.clear
-        horizon = clear // 4
-        if not self._held.below and self._held.used + max(horizon, NEAR * self._working) <= clear:
-            return  # nothing to read, and no room to make: to walk through what comes would find just that
-        self._ahead.follow(horizon)
         try:
-            while (found := self._ahead.soonest()) is not None:
-                distance, chunk = found
-                if not self._room.make(distance, newcomers=(chunk,), ahead=True):
-                    break
-                if chunk.residence is Residence.DISK:  # a write that was over at once may have let it in
-                    self._begin_read(chunk)
-            self._room.write_behind(self._ahead.absent, self._ahead.reach)
+            self._room.read_ahead(self._ahead, self._begin_read, self._working)
         except TierError as error:
             self._failure = error  # this may be an I/O thread: the next guard raises it
 

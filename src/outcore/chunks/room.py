@@ -14,14 +14,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from itertools import islice
+from typing import Protocol
 
 from outcore.chunks.chunk import Chunk, Residence
 from outcore.chunks.holdings import Holdings
+from outcore.chunks.lookahead import NEAR, Lookahead
 from outcore.chunks.replacers import Replacer
-from outcore.chunks.traffic import Traffic
 
 BEHIND = 16
 """The most chunks that are looked at for a write ahead of its need: as many as leave while one is written."""
+
+
+class Leaving(Protocol):
+    """Who writes chunks to disk."""
+
+    leaving: int
+    """Bytes being written."""
 
 
 class Room:
@@ -41,7 +49,7 @@ class Room:
         self,
         budget: int,
         held: Holdings,
-        traffic: Traffic,
+        traffic: Leaving,
         replacer: Replacer,
         write: Callable[[Chunk], None],
         has_disk: bool,
@@ -103,6 +111,31 @@ class Room:
             else:
                 self._write(victim)
         return True
+
+    def read_ahead(self, ahead: Lookahead, read: Callable[[Chunk], None], working: int) -> None:
+        """Start the reads that the near future needs, soonest first, until one finds no room, and writes that make it.
+
+        No more than a quarter of the ceiling is kept for them, those that are on the host already included: to read
+        further ahead is to drop what was used last and is used again in the next pass, and to read that once more.
+
+        Args:
+            read: begins to read a chunk for which there is room.
+            working: the most bytes that one use needs.
+
+        Raises:
+            TierError: the disk refused to take what would have to leave.
+        """
+        horizon = self.clear // 4
+        if not self._held.below and self._held.used + max(horizon, NEAR * working) <= self.clear:
+            return  # nothing to read, and no room to make: to walk through what comes would find just that
+        ahead.follow(horizon)
+        while (found := ahead.soonest()) is not None:
+            distance, chunk = found
+            if not self.make(distance, newcomers=(chunk,), ahead=True):
+                break
+            if chunk.residence is Residence.DISK:  # a write that was over at once may have let it in
+                read(chunk)
+        self.write_behind(ahead.absent, ahead.reach)
 
     def write_behind(self, coming: int, beyond: int) -> None:
         """Begin to write what will have to leave for so many bytes that come soon, so that nobody waits for it then.

@@ -6,6 +6,10 @@ next operator: on a small budget every page of the activations was found and cle
 faults of GPT-2 124M with 1,024 tokens, 150,000 without that: a tenth of the step). So it may keep a part of the host's
 budget, until the lap's end gives everything back.
 
+What is freed below the top stays in any case. So on a small budget also results of a MiB or two have mappings of their
+own: gradients of 2.4 MiB that came and went in the heap left 57 MB of holes in it, of a budget of 117 (which of its
+operators use the heap depends on the processor).
+
 Where all chunks take a small part of the budget nothing needs the room, and the heap keeps all that it ever had,
 also the large results that otherwise have mappings of their own.
 """
@@ -17,23 +21,24 @@ import functools
 from typing import Any
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
-_MAPPED = 32 << 20
-"""Bytes from which on a result has a mapping of its own: the most that glibc comes to by itself."""
+_LEAST, _MAPPED, _SMALL = 1 << 20, 32 << 20, 64
+"""Bytes from which on a result has a mapping of its own: a share of the host's budget, within these. The second is the
+most that glibc comes to by itself."""
 
 _MAPPINGS = 65536
 """The most results that have one: what glibc begins with."""
 
-_LEAST, _MOST, _SHARE = 64 << 20, 128 << 20, 8
-"""Free bytes at the top that are kept: a share of the host's budget, within these."""
+_MOST, _SHARE = 128 << 20, 16
+"""Free bytes at the top that are kept: a share of the host's budget, up to so many."""
 
 
 def keep_within(budget: int) -> None:
     """Let the heap keep what is freed within a lap, for a host budget of so many bytes. Holds for the process."""
     found = _library()
     if hasattr(found, "mallopt"):
-        found.mallopt(_M_MMAP_THRESHOLD, _MAPPED)
+        found.mallopt(_M_MMAP_THRESHOLD, max(_LEAST, min(_MAPPED, budget // _SMALL)))
         found.mallopt(_M_MMAP_MAX, _MAPPINGS)
-        found.mallopt(_M_TRIM_THRESHOLD, max(_LEAST, min(_MOST, budget // _SHARE)))
+        found.mallopt(_M_TRIM_THRESHOLD, min(_MOST, budget // _SHARE))
 
 
 def keep_all() -> None:

@@ -13,6 +13,7 @@ process, which holds for all that multiplies in it.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +28,10 @@ _registered: torch.library.Library | None = None
 
 
 def slow_dtypes() -> tuple[torch.dtype, ...]:
-    """In which dtypes torch multiplies matrices in plain loops on this processor."""
+    """In which dtypes torch multiplies matrices in plain loops on this processor; none if the environment variable
+    ``OUTCORE_MATMULS`` is ``torch``, which leaves them to it."""
+    if os.environ.get("OUTCORE_MATMULS") == "torch":
+        return ()
     known = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     return tuple(dtype for dtype, name in known.items() if not getattr(torch.ops.mkldnn, name)())
 

@@ -1,18 +1,25 @@
 """The pool of `outcore.chunks.pool` on a virtual clock.
 
-The same states, the same rule of room and the same victims (`outcore.planning.victims`), without threads and bytes.
+What decides is the pool's own: what leaves and what is written behind (`outcore.chunks.room`), in which order
+(`outcore.chunks.replacers`), what is read ahead (`outcore.chunks.lookahead`), and who holds how much
+(`outcore.chunks.holdings`). Here are the transfers, which take time but move no bytes, and the waiting for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outcore.chunks.chunk import Residence
+from outcore.chunks.chunk import Chunk, Residence
+from outcore.chunks.holdings import Holdings
+from outcore.chunks.lookahead import Lookahead
+from outcore.chunks.replacers import Belady
+from outcore.chunks.room import Room
 from outcore.errors import BudgetError
+from outcore.memory.ledger import Ledger
 from outcore.planning.beside import FOREVER, Beside, Nobody
+from outcore.planning.course import Course
 from outcore.planning.flow import Disk, Piece
-from outcore.planning.route import Foresight, Route
-from outcore.planning.victims import Victims
+from outcore.planning.route import Route
 
 
 def refused(tier: str, needed: int, budget: int) -> BudgetError:
@@ -30,6 +37,8 @@ class Cache:
         disk_peak: the most bytes the disk held.
         holding: whether pieces may stay after their use.
         beside: who works beside the training thread.
+        leaving: bytes being written to disk.
+        course: what the run believes of the ticks to come.
 
     Args:
         budget: bytes of the host.
@@ -39,6 +48,7 @@ class Cache:
         taxed: share of its speed that the training thread keeps while the disk works.
         slowed: share of its speed that the disk keeps while the training thread computes.
         turn: seconds that a transfer takes beside those of its bytes.
+        working: the most bytes that one use needs.
     """
 
     def __init__(
@@ -51,69 +61,76 @@ class Cache:
         taxed: float = 1.0,
         slowed: float = 1.0,
         turn: float = 0.0,
+        working: int = 0,
     ) -> None:
         self._budget = budget
         self._disk_budget = disk_budget
-        self._route = route
-        self._foresight = Foresight(route)
-        self._victims = Victims(route, bool(disk_budget))
+        self.course = Course(route)
+        self._coming = Lookahead(self.course)
+        self._held = Holdings(Ledger(), self._coming.moved, self._coming.left)
+        self._room = Room(
+            budget, self._held, self, Belady(self.course), self._begin_write, has_disk=bool(disk_budget)
+        )
+        self._working = working
         self.disk = Disk(read, write, self._moved, turn) if disk_budget else None
         self.now = 0.0
-        self.position = -1
-        self.used = 0
         self.reserved = 0
-        self.ahead = 0
         self.disk_used = 0
         self.peak = 0
         self.disk_peak = 0
         self.holding = True
         self.beside: Beside = Nobody()
         self.waited = {"disk read": 0.0, "disk write": 0.0, "update": 0.0}
+        self.leaving = 0
         self._taxed = taxed
         self._slowed = slowed
-        self._leaving = 0
+        self._moment: float | None = None  # of the transfer that just ended, while the clock is still behind
         self._count = 0
-        self._resident: dict[Piece, None] = {}  # in order: a set would be in that of addresses
-        self._warm: dict[Piece, None] = {}
-        self._needed: frozenset[Piece] = frozenset()
+
+    @property
+    def position(self) -> int:
+        """The tick at which the run is."""
+        return self.course.now
+
+    @property
+    def used(self) -> int:
+        """Bytes that are held now."""
+        return self._held.used
 
     @property
     def ceiling(self) -> int:
         """Bytes the pieces may hold now."""
-        return self._budget - self.reserved
+        return self._room.ceiling
 
     def is_there(self, piece: Piece) -> bool:
         """Whether a guard for reading would not wait."""
-        return piece.on_host and piece.residence is not Residence.READING
+        return piece.ready
 
     # -- what holds bytes -------------------------------------------------------------------------
 
-    def _charge(self, nbytes: int) -> None:
-        self.used += nbytes
-        self.peak = max(self.peak, self.used + self.reserved)
+    def _note(self) -> None:
+        self.peak = max(self.peak, self._held.used + self.reserved)
 
     def reserve(self, nbytes: int, ahead: int) -> None:
         """Set aside for activations; what no longer fits leaves, as far as it is not pinned."""
-        if nbytes <= self.reserved:
-            self.reserved, self.ahead = nbytes, max(nbytes, ahead)
-            return
-        ceiling = self._budget - nbytes
-        while self.used > ceiling:
-            if self._try_room(0, -1, ceiling) or self.quiet:
-                break
+        self.reserved = min(self.reserved, nbytes)  # it is not there yet while room is made for it
+        self._room.reserve(nbytes, ahead)
+        while not self._room.make() and not self.quiet:
             self.wait("disk write")
-        if self.used > ceiling:
-            raise refused("host", self.used + nbytes, self._budget)
-        self.reserved, self.ahead = nbytes, max(nbytes, ahead)
-        self.peak = max(self.peak, self.used + self.reserved)
+        if self._held.used > self._room.ceiling:
+            raise refused("host", self._held.used + nbytes, self._budget)
+        self.reserved = nbytes
+        self._note()
 
     def borrow(self, nbytes: int) -> None:
         """Bytes that are not a piece's."""
-        self._make_room(nbytes)
-        self._charge(nbytes)
+        self._make_room(nbytes=nbytes)
+        self._held.borrow(nbytes)
+        self._note()
 
     def repay(self, nbytes: int) -> None:
-        self.used -= nbytes
+        """Give them back."""
+        self._held.borrow(-nbytes)
 
     # -- time -------------------------------------------------------------------------------------
 
@@ -167,25 +184,16 @@ class Cache:
         """Whether nothing is under way that will make room."""
         return (self.disk is None or self.disk.idle) and not self.beside.busy
 
-    def believe(self, route: Route, position: int) -> None:
-        """From this position on another order is expected."""
-        if route is self._route:
-            return
-        self._route, self._foresight = route, Foresight(route, position)
-        self._victims = Victims(route, self.disk is not None)
-        for piece in self._resident:
-            if piece.pins == 0:
-                piece.next = route.next_use(piece, self.position)
-                self._victims.offer(piece)
+    def believe(self, route: Route) -> None:
+        """From now on another order is expected."""
+        self.course.believe(route)
 
     def advance(self, position: int) -> None:
         """The run is at this tick."""
-        self.position = position
-        self._route.pass_by(position)
-        self._needed = frozenset(self._route.ticks[position % len(self._route)][1])
-        self._foresight.follow(position)
+        self.course.advance(position)
+        self._room.needed = frozenset(self.course.needs(0) or ())
         if self.holding:
-            self._pump(self.now)
+            self._pump()
         else:
             self.trim()
 
@@ -196,50 +204,41 @@ class Cache:
         room that nothing needed sooner takes."""
         if not self.holding:
             return False
-        beyond = min(self._route.next_use(piece, self.position) for piece in pieces)
+        beyond = min(self.course.next_use(piece) for piece in pieces)
         for piece in pieces:
             piece.pins += 1
         absent = [piece for piece in pieces if not piece.on_host]
-        if self._try_room(sum(piece.nbytes for piece in absent), beyond, self.ceiling):
+        if self._room.make(beyond, newcomers=absent):
             for piece in absent:
-                self._begin_read(piece, self.now)
+                self._begin_read(piece)
             return True
         for piece in pieces:
             piece.pins -= 1
-            if piece.pins == 0:
-                self._victims.offer(piece)  # the search may have met it while it was pinned
+        self._room.offer(pieces)
         return False
 
     def touch(self, pieces: Sequence[Piece]) -> None:
         """Pieces that are there and pinned are about to be written."""
         self._count += 1
         for piece in pieces:
-            piece.residence = Residence.DIRTY
-            piece.last = self._count
-
-    def fulfil(self, position: int) -> None:
-        """The tick at this position has nothing left to do when it comes."""
-        self._route.fulfil(position)
-        self._foresight.fulfil(position)
+            if piece.residence is Residence.CLEAN:
+                piece.move(Residence.DIRTY)
+            piece.last_use = self._count
 
     def bring(self, pieces: Sequence[Piece], write: bool = False, fresh: bool = False) -> None:
         """Pin pieces, once they are there (for writing, once no transfer uses them)."""
         for piece in pieces:
             piece.pins += 1
         for piece in pieces:
-            if piece in self._warm:
-                del self._warm[piece]
-                piece.residence = Residence.DIRTY
-                self._resident[piece] = None
-            elif piece.residence is Residence.EMPTY or (fresh and piece.residence is Residence.DISK):
-                self._make_room(piece.nbytes)
-                piece.residence = Residence.DIRTY
-                self._resident[piece] = None
-                self._charge(piece.nbytes)
-            elif piece.residence is Residence.DISK:
-                self._make_room(piece.nbytes)
-                if piece.residence is Residence.DISK:
-                    self._begin_read(piece, self.now)
+            if not piece.on_host:
+                self._make_room(piece)
+            if piece.on_host:
+                continue
+            if piece.residence is Residence.DISK and not fresh:
+                self._begin_read(piece)
+                continue
+            self._held.take(piece, Residence.DIRTY)
+            self._note()
         self._count += 1
         for piece in pieces:
             while piece.residence is Residence.READING:
@@ -247,131 +246,99 @@ class Cache:
             if write or fresh:
                 while piece.residence is Residence.WRITING:
                     self.wait("disk write")
-                piece.residence = Residence.DIRTY
-            piece.last = self._count
+                if piece.residence is Residence.CLEAN:
+                    piece.move(Residence.DIRTY)
+            piece.last_use = self._count
 
     def release(self, pieces: Sequence[Piece]) -> None:
+        """Unpin them: they may leave."""
         for piece in pieces:
             piece.pins -= 1
-            if piece.pins == 0:
-                piece.next = self._route.next_use(piece, self.position)
-                self._victims.offer(piece)
-        if self.used + self.reserved > self._budget:
-            self._try_room(0, -1, self._budget - self.reserved)
-        self._pump(self.now)
+        self._room.offer(pieces)
+        if self._held.used > self._room.ceiling:
+            self._room.make()
+        self._pump()
 
     def clear_ahead(self, nbytes: int, beyond: int) -> None:
         """Begin to make room for what comes soon, of what is used later."""
         if self.holding:
-            self._try_room(nbytes, self.position + beyond, self._budget - self.ahead)
+            self._room.make(beyond, nbytes=nbytes, ahead=True)
 
     def discard(self, piece: Piece) -> None:
         """Forget its bytes, on host and disk."""
-        while piece.residence in (Residence.READING, Residence.WRITING):
+        while piece.moving:
             self.wait("disk write")
-        if piece.on_host:
-            self._resident.pop(piece, None)
-            self._warm[piece] = None  # a note in outcore.chunks.holdings says why
-            if not self.holding:
-                self._cool()
-        piece.residence = Residence.EMPTY
+        if piece.on_host and self.holding:
+            self._held.empty(piece)
+        elif piece.on_host:
+            self._held.give_back(piece, Residence.EMPTY)
+        elif piece.residence is Residence.DISK:
+            self._held.forget(piece)
         if piece.stored:
             piece.stored = False
             self.disk_used -= piece.nbytes
-        self._pump(self.now)
+        self._pump()
 
     def trim(self) -> None:
         """Evict all that is not in use, and wait for it."""
-        while self._cool():
+        while self._held.cool():
             pass
-        for piece in list(self._resident):
-            if piece.pins == 0:
-                self._evict(piece, self.now)
-        while any(
-            p.pins == 0 and p.residence in (Residence.WRITING, Residence.READING) for p in self._resident
-        ):
+        while True:
+            for piece in self._room.evictable():
+                if piece.residence is Residence.CLEAN:
+                    self._held.give_back(piece, Residence.DISK)
+                else:
+                    self._begin_write(piece)
+            if not any(piece.pins == 0 and piece.moving for piece in self._held):
+                return
             self.wait("disk write")
 
-    # -- room -------------------------------------------------------------------------------------
-
-    def _make_room(self, nbytes: int) -> None:
-        while not self._try_room(nbytes, -1, self._budget - self.reserved):
+    def _make_room(self, newcomer: Piece | None = None, nbytes: int = 0) -> None:
+        newcomers = () if newcomer is None else (newcomer,)
+        while not self._room.make(nbytes=nbytes, newcomers=newcomers):
+            if newcomer is not None and newcomer.on_host:
+                return
             if self.quiet:
-                raise refused("host", self.used + nbytes + self.reserved, self._budget)
+                more = nbytes + self._held.missing(newcomers)
+                raise refused("host", self._held.used + more + self._room.reserved, self._budget)
             self.wait("disk write")
-
-    def _try_room(self, nbytes: int, beyond: int, ceiling: int) -> bool:
-        while self.used + nbytes > ceiling:
-            if self._cool():
-                continue
-            if self._leaving >= self.used + nbytes - ceiling:
-                return False
-            victim = self._victims.take(beyond, self.position, self._needed)
-            if victim is None:
-                return False
-            self._evict(victim, self.now)
-        return True
-
-    def _cool(self) -> bool:
-        """Give back the pages that hold nothing for the longest."""
-        piece = next(iter(self._warm), None)
-        if piece is None:
-            return False
-        del self._warm[piece]
-        self.used -= piece.nbytes
-        return True
-
-    def _evict(self, piece: Piece, now: float) -> None:
-        if piece.residence is Residence.CLEAN:
-            self._leave(piece)
-        elif piece.residence is Residence.DIRTY and self.disk is not None:
-            if not piece.stored:
-                piece.stored = True
-                self.disk_used += piece.nbytes
-                self.disk_peak = max(self.disk_peak, self.disk_used)
-                if self.disk_used > self._disk_budget:
-                    raise refused("disk", self.disk_used, self._disk_budget)
-            piece.residence = Residence.WRITING
-            self._leaving += piece.nbytes
-            self.disk.submit(piece, True, now)
-
-    def _leave(self, piece: Piece) -> None:
-        """Its bytes are on disk, and here no more."""
-        piece.residence = Residence.DISK
-        self._resident.pop(piece, None)
-        self.used -= piece.nbytes
-        self._foresight.lose(piece)
 
     # -- transfers --------------------------------------------------------------------------------
 
-    def _begin_read(self, piece: Piece, now: float) -> None:
-        assert self.disk is not None
-        piece.residence = Residence.READING
-        self._resident[piece] = None
-        self._charge(piece.nbytes)
-        self.disk.submit(piece, False, now)
+    def _begin_read(self, chunk: Chunk) -> None:
+        self._held.take(chunk, Residence.READING)
+        self._note()
+        self._submit(chunk, False)
 
-    def _pump(self, now: float) -> None:
-        if self.disk is None or not self.holding:
-            return
-        ceiling = self._budget - self.ahead
-        while (found := self._foresight.peek(ceiling // 4, self.position)) is not None:
-            tick, piece = found
-            if piece.residence is Residence.DISK:
-                if not self._try_room(piece.nbytes, tick, ceiling):
-                    return
-                piece.next = tick
-                self._begin_read(piece, now)
-            self._foresight.take(piece)
+    def _begin_write(self, chunk: Chunk) -> None:
+        assert isinstance(chunk, Piece)
+        if not chunk.stored:
+            chunk.stored = True
+            self.disk_used += chunk.nbytes
+            self.disk_peak = max(self.disk_peak, self.disk_used)
+            if self.disk_used > self._disk_budget:
+                raise refused("disk", self.disk_used, self._disk_budget)
+        chunk.move(Residence.WRITING)
+        self.leaving += chunk.nbytes
+        self._submit(chunk, True)
+
+    def _submit(self, chunk: Chunk, writing: bool) -> None:
+        assert isinstance(chunk, Piece)
+        assert self.disk is not None
+        self.disk.submit(chunk, writing, self.now if self._moment is None else self._moment)
+
+    def _pump(self) -> None:
+        if self.disk is not None and self.holding:
+            self._room.read_ahead(self._coming, self._begin_read, self._working)
 
     def _moved(self, piece: Piece, writing: bool, end: float) -> None:
-        piece.residence = Residence.CLEAN
+        """A transfer is over."""
+        piece.move(Residence.CLEAN)
+        self._moment = end
         if writing:
-            self._leaving -= piece.nbytes
-            if piece.pins == 0 and (self.used + self.reserved > self._budget or not self.holding):
-                self._leave(piece)
-            elif piece.pins == 0:
-                self._victims.offer(piece)
-        elif piece.pins == 0:
-            self._victims.offer(piece)
-        self._pump(end)
+            self.leaving -= piece.nbytes
+            if piece.pins == 0 and (self._held.used > self._room.ceiling or not self.holding):
+                self._held.give_back(piece, Residence.DISK)
+        self._room.offer((piece,))
+        self._pump()
+        self._moment = None

@@ -5,37 +5,42 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from outcore.chunks.chunk import Residence
+import torch
+
+from outcore.chunks.chunk import Chunk, Kind
 from outcore.memory.lane import READS_PER_WRITE
 
 
-class Piece:
+class Nowhere:
+    """Where the bytes of a simulation lie. Is `outcore.memory.place.Place` without any."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return torch.empty(self.nbytes, dtype=torch.uint8, device="meta")
+
+    @property
+    def buffer(self) -> memoryview:
+        raise NotImplementedError("a simulation moves no bytes")
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+class Piece(Chunk):
     """A chunk in a simulation.
 
     Attributes:
-        nbytes: its bytes, whole pages.
         key: what next uses are looked up by.
-        residence: where its valid bytes are.
-        pins: guards that hold it.
         stored: whether it has an extent on disk.
-        next: the tick of its next use, as of when it was last used.
-        last: when it was last used.
     """
 
-    __slots__ = ("key", "last", "nbytes", "next", "pins", "residence", "stored")
-
     def __init__(self, nbytes: int, key: int) -> None:
-        self.nbytes = nbytes
+        super().__init__(Kind.STATE, f"piece {key}", Nowhere(nbytes))
         self.key = key
-        self.residence = Residence.EMPTY
-        self.pins = 0
         self.stored = False
-        self.next = 0
-        self.last = 0
-
-    @property
-    def on_host(self) -> bool:
-        return self.residence not in (Residence.EMPTY, Residence.DISK)
 
 
 class Disk:

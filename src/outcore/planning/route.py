@@ -12,7 +12,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
-from outcore.chunks.lookahead import FURTHEST, NEAR
 from outcore.chunks.replacers import NEVER
 from outcore.planning.flow import Piece
 from outcore.trace.schedule import Schedule
@@ -41,6 +40,10 @@ class Route:
 
     def __len__(self) -> int:
         return len(self.ticks)
+
+    def at(self, position: int) -> tuple[Piece, ...]:
+        """What the tick at this position needs."""
+        return self.ticks[position % len(self.ticks)][1]
 
     def lap(self, position: int) -> int:
         """The number of the lap at a position, counted from the first step on."""
@@ -83,85 +86,3 @@ class Route:
         """The next ticks after ``position``: distances and keys."""
         for distance in range(1, limit + 1):
             yield distance, self.ticks[(position + distance) % len(self.ticks)][0]
-
-
-class Foresight:
-    """Walks a route ahead of its position, no further than so many bytes of different pieces."""
-
-    def __init__(self, route: Route, start: int = 0) -> None:
-        self._route = route
-        self._tick = start
-        self._index = 0
-        self._seen: dict[Piece, int] = {}
-        self._lost: dict[Piece, int] = {}
-        self._bytes = 0
-        self._start = start
-
-    def follow(self, position: int) -> None:
-        """The run is at this tick now: what was ahead of it is behind."""
-        while self._start <= position:
-            if self._start < self._tick:
-                for piece in self._route.ticks[self._start % len(self._route)][1]:
-                    if self._seen.get(piece) == self._start:
-                        del self._seen[piece]
-                        self._bytes -= piece.nbytes
-            self._start += 1
-        if self._lost:
-            self._lost = {piece: tick for piece, tick in self._lost.items() if tick > position}
-        if self._tick < self._start:
-            self._tick, self._index = self._start, 0
-            self._seen.clear()
-            self._bytes = 0
-
-    def fulfil(self, position: int) -> None:
-        """The tick at this position counts no more; what it needed counts where it is needed next."""
-        self._lost = {piece: tick for piece, tick in self._lost.items() if tick != position}
-        if not self._start <= position <= self._tick:
-            return
-        for piece in self._route.ticks[position % len(self._route)][1]:
-            if self._seen.get(piece) == position:
-                following = self._route.next_use(piece, position)
-                if following < self._tick:
-                    self._seen[piece] = following
-                else:
-                    del self._seen[piece]
-                    self._bytes -= piece.nbytes
-        if position == self._tick:
-            self._index = 0
-
-    def lose(self, piece: Piece) -> None:
-        """A piece that was dealt with left the host."""
-        tick = self._seen.pop(piece, None)
-        if tick is not None:
-            self._bytes -= piece.nbytes
-            self._lost[piece] = tick
-
-    def peek(self, limit: int, position: int) -> tuple[int, Piece] | None:
-        """The next piece ahead and its tick, if it is near, or within the limit and foreseen."""
-        if self._lost:
-            piece = min(self._lost, key=self._lost.__getitem__)
-            tick = self._lost[piece]
-            near = tick - position <= NEAR
-            return (tick, piece) if near or self._bytes + piece.nbytes <= limit else None
-        route = self._route
-        lap = route.lap(max(0, self._start - 1))
-        while self._tick - self._start < FURTHEST and route.lap(self._tick) - lap <= Schedule.HORIZON:
-            needs = () if route.is_done(self._tick) else route.ticks[self._tick % len(route)][1]
-            while self._index < len(needs):
-                piece = needs[self._index]
-                if piece in self._seen:
-                    self._index += 1
-                    continue
-                near = self._tick - position <= NEAR
-                return (self._tick, piece) if near or self._bytes + piece.nbytes <= limit else None
-            self._tick, self._index = self._tick + 1, 0
-        return None
-
-    def take(self, piece: Piece) -> None:
-        """What was peeked at is dealt with."""
-        self._bytes += piece.nbytes
-        if piece in self._lost:
-            self._seen[piece] = self._lost.pop(piece)
-            return
-        self._seen[piece] = self._tick
-        self._index += 1

@@ -99,6 +99,7 @@ class Simulation:
             machine.taxed,
             machine.slowed,
             machine.turn,
+            found.working,
         )
         self._updater = Updater(self._cache, machine.beside)
         self._cache.beside = self._updater
@@ -204,7 +205,7 @@ class Simulation:
         for turn in range(self._accumulate):
             # what is on record of the lap before: see `outcore.planning.route`
             late = turn >= 3 or (turn < 2 and self._accumulate > 2)
-            self._cache.believe(self._wide if late else self._narrow, position)
+            self._cache.believe(self._wide if late else self._narrow)
             position = self._lap(position, turn, measured=number == 0 and turn == 0)
         if self._frames is not None:
             self._frames.synchronize()

@@ -119,7 +119,7 @@ class Updater:
         job.progress = Progress.DONE
         self.seconds += job.seconds
         if not job.ticked:
-            self._cache.fulfil(job.tick)
+            self._cache.course.fulfil(job.tick)
         self._cache.release((job.gradient, *job.written))
         self._cache.discard(job.gradient)
         return True
