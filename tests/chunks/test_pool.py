@@ -45,6 +45,9 @@ class Foreseen:
     def next_use(self, chunk: Chunk) -> int:
         return self.coming.index(chunk) + 1 if chunk in self.coming else NEVER
 
+    def excused(self) -> Sequence[int]:
+        return ()
+
     def needs(self, distance: int) -> Sequence[Chunk] | None:
         return self.coming[distance - 1 : distance] or None
 

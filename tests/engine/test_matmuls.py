@@ -84,6 +84,16 @@ def test_attention_and_its_gradients(dtype: torch.dtype, masked: str) -> None:
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=0.05, atol=0.02)
 
 
+def test_attention_lies_in_memory_as_torch_lays_it(dtype: torch.dtype) -> None:
+    """Models view what comes out without copying it, however the batch was split."""
+    q = drawn(6, 8, 2, 32, dtype=dtype).transpose(1, 2)
+    ours = functional.scaled_dot_product_attention(q, q, q)
+    outcore.widen_matmuls(False)
+    theirs = functional.scaled_dot_product_attention(q, q, q)
+    assert ours.stride() == theirs.stride()
+    assert ours.transpose(1, 2).view(6, 8, 64).shape == (6, 8, 64)
+
+
 def test_other_dtypes_are_left_to_torch(dtype: torch.dtype) -> None:
     a, b, bias = (drawn(*shape, dtype=torch.float32) for shape in ((33, 40), (40, 20), (20,)))
     q = drawn(2, 2, 8, 4, dtype=torch.float32)
@@ -96,6 +106,10 @@ def test_other_dtypes_are_left_to_torch(dtype: torch.dtype) -> None:
 def test_what_can_not_be_multiplied_is_refused_by_torch(dtype: torch.dtype) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         drawn(2, 3, dtype=dtype) @ drawn(2, 3, dtype=dtype)
+    a = drawn(2, 3, 3, dtype=dtype)
+    for product, operands in ((torch.mm, (a, a)), (torch.bmm, (a[0], a[0])), (torch.mm, (a[0], a[0, 0]))):
+        with pytest.raises(RuntimeError, match=r"must be|matrix|expected"):
+            product(*operands)
     with pytest.raises(RuntimeError, match="same dtype"):
         drawn(2, 3, dtype=dtype) @ drawn(3, 2, dtype=torch.float32)
     assert (drawn(2, 0, dtype=dtype) @ drawn(0, 3, dtype=dtype)).tolist() == [[0.0] * 3] * 2

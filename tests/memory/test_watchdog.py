@@ -88,6 +88,9 @@ def build(gate: Gate, room: int, queue: int = 1 << 20) -> tuple[Pool, list[Chunk
         def next_use(self, chunk: Chunk) -> int:
             return 0
 
+        def excused(self) -> tuple[int, ...]:
+            return ()
+
         def needs(self, distance: int) -> None:
             """Nothing is known."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import outcore
 from exact.families import FAMILIES
@@ -81,6 +82,28 @@ def test_without_room_beside_a_forward_updates_are_done_in_the_step() -> None:
         limits = Limits(None, growth + share * update // 10, 1 << 30)
         simulation = Planner(subject, machine, limits).simulation(settings)
         assert simulation.updates_at_once is not hides
+
+
+class WithSpare(nn.Module):
+    """The last module is trained, and never called: its gradient never comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.spare = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(input))).sum()
+
+
+@pytest.mark.parametrize("host", [120 << 10, 1 << 30], ids=["tight", "roomy"])
+def test_a_module_that_is_never_called_is_planned(host: int) -> None:
+    model = WithSpare()
+    subject = Subject(model, outcore.AdamW(model.parameters()), {"input": torch.randn(4, 64)})
+    found = Planner(subject, CPU, Limits(None, host, 1 << 30)).simulate(
+        Settings(4, 1, outcore.Activations(), 1 << 14)
+    )
+    assert found.seconds > 0
+    assert found.peak["host"] <= host
 
 
 def updater(budget: int, pieces: list[Piece], ticks: list[list[Piece]]) -> tuple[Cache, Updater, Route]:

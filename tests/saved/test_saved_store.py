@@ -70,6 +70,9 @@ class Coming:
         self._asked += 1
         return self._asked
 
+    def excused(self) -> Sequence[int]:
+        return ()
+
     def needs(self, distance: int) -> Sequence[Chunk] | None:
         return self.chunks[distance - 1 : distance] or None
 

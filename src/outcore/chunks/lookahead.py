@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 
 from outcore.chunks.chunk import Chunk, Residence
@@ -50,8 +50,11 @@ class Lookahead:
     def follow(self, limit: int) -> None:
         """Catch up with the clock, then walk on until different chunks of so many bytes lie ahead."""
         now = self._order.now
+        excused = self._order.excused()
         if self._epoch != self._order.epoch:
             self._begin_anew()
+        else:
+            self._excuse(excused)
         while self._walked and self._walked[0][0] <= now:
             tick, needs = self._walked.popleft()
             for chunk in needs:
@@ -64,6 +67,16 @@ class Lookahead:
             if coming is None or not self._walk(coming, limit, self._next - now <= NEAR):
                 return
             self._next, self._index = self._next + 1, 0
+
+    def _excuse(self, ticks: Iterable[int]) -> None:
+        """These ticks need nothing any more."""
+        if self._walked:
+            first = self._walked[0][0]
+            for tick in ticks:
+                if 0 <= tick - first < len(self._walked):
+                    for chunk in self._walked[tick - first][1]:
+                        if self._when.get(chunk) == tick:
+                            self._revise(chunk)
 
     def _walk(self, needs: Sequence[Chunk], limit: int, near: bool) -> bool:
         """Take in what the next tick needs; false if that is too much."""
@@ -90,7 +103,7 @@ class Lookahead:
         """The chunk is used at another tick than was believed: if it lies ahead, that is when; if not, never mind."""
         self._come(chunk)
         tick = self._order.now + self._order.next_use(chunk)
-        if tick < self._next:
+        if self._walked and tick <= self._walked[-1][0]:  # the last may be walked through in part
             self._when[chunk] = tick
             self.moved(chunk)
         else:

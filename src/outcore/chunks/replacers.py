@@ -26,7 +26,7 @@ class Order(Protocol):
 
     @property
     def now(self) -> int:
-        """Ticks so far."""
+        """Ticks so far, which is the number of the last."""
 
     def next_use(self, chunk: Chunk) -> int:
         """Ticks until the chunk is used again, `NEVER` if that is not known."""
@@ -37,6 +37,9 @@ class Order(Protocol):
     @property
     def epoch(self) -> int:
         """Another number whenever coming ticks are not those that were believed to come."""
+
+    def excused(self) -> Iterable[int]:
+        """The numbers of coming ticks that have nothing left to do since this was last asked."""
 
     def needs(self, distance: int) -> Sequence[Chunk] | None:
         """What the tick that comes in so many needs, nothing if all it is for is done; ``None`` if it isn't known."""

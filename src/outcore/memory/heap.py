@@ -29,7 +29,7 @@ _MAPPINGS = 65536
 """The most results that have one: what glibc begins with."""
 
 _MOST, _SHARE = 128 << 20, 16
-"""Free bytes at the top that are kept: a share of the host's budget, up to so many."""
+"""Free bytes at the top that are kept: a share of the host's budget, up to so many, and some in any case."""
 
 
 def keep_within(budget: int) -> None:
@@ -38,7 +38,7 @@ def keep_within(budget: int) -> None:
     if hasattr(found, "mallopt"):
         found.mallopt(_M_MMAP_THRESHOLD, max(_LEAST, min(_MAPPED, budget // _SMALL)))
         found.mallopt(_M_MMAP_MAX, _MAPPINGS)
-        found.mallopt(_M_TRIM_THRESHOLD, min(_MOST, budget // _SHARE))
+        found.mallopt(_M_TRIM_THRESHOLD, max(2 * _LEAST, min(_MOST, budget // _SHARE)))
 
 
 def keep_all() -> None:

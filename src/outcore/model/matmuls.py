@@ -25,6 +25,10 @@ _ROWS, _COLUMNS, _DEPTH = 512, 1024, 1024
 """A block: at most 8 MiB of fp32 for both operands and the result. Small matrices of a batch are widened together."""
 
 _registered: torch.library.Library | None = None
+"""Our kernels. Once there they stay: other threads may be in them when it is switched off."""
+
+_active: tuple[torch.dtype, ...] = ()
+"""The dtypes that are widened now."""
 
 
 def slow_dtypes() -> tuple[torch.dtype, ...]:
@@ -48,26 +52,22 @@ def widen_matmuls(on: bool = True) -> bool:
     Returns:
         Whether products of some dtype are widened now.
     """
-    global _registered
-    if not on and _registered is not None:
-        _registered._destroy()
-        _registered = None
-    slow = slow_dtypes() if on else ()
-    if slow and _registered is None:
-        originals = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in _KERNELS}
-        _registered = torch.library.Library("aten", "IMPL")
+    global _registered, _active
+    _active = slow_dtypes() if on else ()
+    if _active and _registered is None:
+        library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="[\\s\\S]*overrid", category=UserWarning)
             for name, kernel in _KERNELS.items():
-                _registered.impl(
-                    name, partial(kernel, originals[name].call_boxed, slow), "CPU", with_keyset=True
-                )
-    return bool(slow)
+                original = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
+                library.impl(name, partial(kernel, original), "CPU", with_keyset=True)
+        _registered = library
+    return bool(_active)
 
 
 def is_widening() -> bool:
     """Whether `widen_matmuls` is on, and needed here."""
-    return _registered is not None
+    return bool(_active)
 
 
 def warn_if_slow(dtype: torch.dtype) -> None:
@@ -81,22 +81,21 @@ def warn_if_slow(dtype: torch.dtype) -> None:
         )
 
 
-Slow = tuple[torch.dtype, ...]
 One = Callable[..., torch.Tensor]
 Several = Callable[..., tuple[torch.Tensor, ...]]
 """Kernels of torch's; the first argument are the dispatch keys of the call."""
 
 
-def _plain(original: One, slow: Slow, keys: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``mm`` and ``bmm``."""
-    if not _suits(slow, a, b):
+def _plain(rank: int, original: One, keys: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``mm`` and ``bmm``, of matrices or batches of them."""
+    if not _suits(rank, a, b):
         return original(keys, a, b)
     return _multiply(a, b, a.new_empty(*a.shape[:-1], b.shape[-1]))
 
 
 def _added(
+    rank: int,
     original: One,
-    slow: Slow,
     keys: Any,
     bias: torch.Tensor,
     a: torch.Tensor,
@@ -106,7 +105,7 @@ def _added(
     alpha: Any = 1,
 ) -> torch.Tensor:
     """``addmm`` and ``baddbmm``."""
-    if not _suits(slow, a, b) or bias.dtype is not a.dtype:
+    if not _suits(rank, a, b) or bias.dtype is not a.dtype:
         return original(keys, bias, a, b, beta=beta, alpha=alpha)
     out = a.new_empty(*a.shape[:-1], b.shape[-1])
     return _multiply(a, b, out, bias.expand(out.shape), beta, alpha)
@@ -114,7 +113,6 @@ def _added(
 
 def _attention(
     original: Several,
-    slow: Slow,
     keys: Any,
     *operands: Any,
     attn_mask: torch.Tensor | None = None,
@@ -126,7 +124,7 @@ def _attention(
     """
     tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
     dtype = tensors[0].dtype
-    if dtype not in slow or not tensors[0].is_cpu or tensors[0].numel() == 0:
+    if dtype not in _active or not tensors[0].is_cpu or tensors[0].numel() == 0:
         return original(keys, *operands, attn_mask=attn_mask, **how)
     found: list[list[torch.Tensor]] = []
     size = max(tensor[0].numel() for tensor in tensors)
@@ -145,26 +143,33 @@ def _attention(
         [part[number].to(dtype) if rounded else part[number] for part in found]
         for number, rounded in enumerate(kept)
     )
-    return tuple(part[0] if len(part) == 1 else torch.cat(part) for part in parts)
+    return tuple(part[0] if len(part) == 1 else _joined(part) for part in parts)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Rows of results of attention, shape [rows, heads, tokens, ...], laid out as torch lays them out: heads within
+    tokens."""
+    return torch.cat([part.transpose(1, 2) for part in parts]).transpose(1, 2)
 
 
 _KERNELS: dict[str, Callable[..., Any]] = {
-    "mm": _plain,
-    "bmm": _plain,
-    "addmm": _added,
-    "baddbmm": _added,
+    "mm": partial(_plain, 2),
+    "bmm": partial(_plain, 3),
+    "addmm": partial(_added, 2),
+    "baddbmm": partial(_added, 3),
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention,
 }
 """The operators that all dense products come to, also those of autograd's formulas."""
 
 
-def _suits(slow: Slow, a: torch.Tensor, b: torch.Tensor) -> bool:
+def _suits(rank: int, a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether a product is ours. What can't be multiplied is not: torch says what is wrong with it."""
     return (
-        a.dtype in slow
+        a.dtype in _active
         and a.is_cpu  # a device may have the CPU's kernels work on memory of its own
         and a.dtype is b.dtype
+        and a.dim() == b.dim() == rank
         and a.shape[:-2] == b.shape[:-2]
         and a.shape[-1] == b.shape[-2]
         and min(a.numel(), b.numel()) > 0

@@ -131,6 +131,7 @@ class Cache:
     def repay(self, nbytes: int) -> None:
         """Give them back."""
         self._held.borrow(-nbytes)
+        self._pump()
 
     # -- time -------------------------------------------------------------------------------------
 
@@ -210,7 +211,7 @@ class Cache:
         absent = [piece for piece in pieces if not piece.on_host]
         if self._room.make(beyond, newcomers=absent):
             for piece in absent:
-                self._begin_read(piece)
+                self._begin(piece)
             return True
         for piece in pieces:
             piece.pins -= 1
@@ -232,13 +233,8 @@ class Cache:
         for piece in pieces:
             if not piece.on_host:
                 self._make_room(piece)
-            if piece.on_host:
-                continue
-            if piece.residence is Residence.DISK and not fresh:
-                self._begin_read(piece)
-                continue
-            self._held.take(piece, Residence.DIRTY)
-            self._note()
+            if not piece.on_host:
+                self._begin(piece, fresh)
         self._count += 1
         for piece in pieces:
             while piece.residence is Residence.READING:
@@ -304,6 +300,14 @@ class Cache:
             self.wait("disk write")
 
     # -- transfers --------------------------------------------------------------------------------
+
+    def _begin(self, piece: Piece, fresh: bool = False) -> None:
+        """Let a piece come for which there is room."""
+        if piece.residence is Residence.DISK and not fresh:
+            self._begin_read(piece)
+        else:
+            self._held.take(piece, Residence.DIRTY)
+            self._note()
 
     def _begin_read(self, chunk: Chunk) -> None:
         self._held.take(chunk, Residence.READING)

@@ -22,6 +22,7 @@ class Course:
     def __init__(self, route: Route) -> None:
         self._route = route
         self._revised: set[Chunk] | None = None
+        self._excused: list[int] = []
         self.now = -1
         self.epoch = 0
 
@@ -33,8 +34,8 @@ class Course:
 
     def advance(self, position: int) -> None:
         """The run is at this tick."""
-        if self._route.lap(max(position, 0)) != self._route.lap(max(self.now, 0)):
-            self._begin_anew()  # another lap comes into sight
+        if position <= self.now or self._route.lap(max(position, 0)) != self._route.lap(max(self.now, 0)):
+            self._begin_anew()  # another lap comes into sight, or updates were done ahead of their ticks
         if self._revised is not None:
             for passed in range(self.now + 1, position + 1):
                 self._revised.update(self._route.at(passed))
@@ -44,6 +45,7 @@ class Course:
     def fulfil(self, position: int) -> None:
         """The tick at this position has nothing left to do when it comes."""
         self._route.fulfil(position)
+        self._excused.append(position)
         if self._revised is not None:
             self._revised.update(self._route.at(position))
 
@@ -54,6 +56,10 @@ class Course:
     def revised(self) -> set[Chunk] | None:
         changed, self._revised = self._revised, set()
         return changed
+
+    def excused(self) -> list[int]:
+        excused, self._excused = self._excused, []
+        return excused
 
     def next_use(self, chunk: Chunk) -> int:
         assert isinstance(chunk, Piece)

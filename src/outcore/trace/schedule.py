@@ -93,6 +93,7 @@ class Schedule:
         self._missed = False
         self._fulfilled: dict[Hashable, int | None] = {}  # and the number of the tick, if it is foreseen
         self._excused: set[int] = set()
+        self._news: list[int] = []
         self._forecast: list[Coming] = []
         self._revised: set[Chunk] | None = None
         self.now = self.epoch = 0
@@ -154,6 +155,8 @@ class Schedule:
         if key not in self._fulfilled:
             self._fulfilled[key] = number = self._find(key)
             self._excuse(key, number)
+            if number is not None:
+                self._news.append(number)
 
     def _excuse(self, key: Hashable, number: int | None) -> None:
         """A tick counts no more, or is over: what ticks with this key need has another next use than before."""
@@ -174,6 +177,10 @@ class Schedule:
     def revised(self) -> set[Chunk] | None:
         changed, self._revised = self._revised, set()
         return changed
+
+    def excused(self) -> list[int]:
+        news, self._news = self._news, []
+        return news
 
     def _foresee(self) -> None:
         """Make the forecast anew: the rest of this lap, and those that are expected to follow."""
