@@ -203,6 +203,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     about = machine()
+    options.directory.mkdir(parents=True, exist_ok=True)
     speeds = disk_speeds(options.directory, 1 << 30)
     if speeds:
         about["disk"] = ", ".join(f"{link} {speed / 1e9:.2f} GB/s (fio)" for link, speed in speeds.items())

@@ -26,6 +26,7 @@ import transformers as hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+import outcore
 from exact.families import FAMILIES
 from outcore.errors import BudgetError
 from outcore.planning.machine import Machine
@@ -240,6 +241,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     hf.logging.set_verbosity_error()
+    outcore.widen_matmuls()
+    options.folder.mkdir(parents=True, exist_ok=True)
     if options.device == "emu":
         from emulated import accelerator
 

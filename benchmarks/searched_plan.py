@@ -205,6 +205,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    outcore.widen_matmuls()
     hf.logging.set_verbosity_error()
     scale = QUICK if options.quick else LONG
     if options.rounds:
