@@ -97,8 +97,7 @@ def offload(
         own.check_free()  # before anything is taken from the model
     whole = own is not None and own.rule.whole_parameters
     ranks = join(sharding, refusal(whole, plan is not None))
-    if on_host:
-        warn_if_slow(run.precision.dtype)
+    warn_if_slow(run.precision.dtype, place)
     with ranks.telling("the offload of the model"):
         site, limits = choose(place, run.budget, run.prefetch, ranks)
         engine = Engine(model, own, limits=limits, site=site, settings=run)

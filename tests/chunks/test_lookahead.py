@@ -81,7 +81,7 @@ class Play:
     def move(self, chunk: Chunk, to: Residence) -> None:
         was, chunk.residence = chunk.on_host, to
         if chunk.on_host and not was:
-            self.ahead.moved(chunk)
+            self.ahead.came(chunk)
         elif was and not chunk.on_host:
             self.ahead.left(chunk)
         elif not chunk.on_host:

@@ -89,7 +89,7 @@ class Lookahead:
                     return False
                 self._when[chunk] = self._next
                 self._bytes += chunk.nbytes
-                self.moved(chunk)
+                self._look(chunk)
             self._index += 1
         return True
 
@@ -101,21 +101,18 @@ class Lookahead:
 
     def _revise(self, chunk: Chunk) -> None:
         """The chunk is used at another tick than was believed: if it lies ahead, that is when; if not, never mind."""
-        self._come(chunk)
+        self.came(chunk)
         tick = self._order.now + self._order.next_use(chunk)
         if self._walked and tick <= self._walked[-1][0]:  # the last may be walked through in part
             self._when[chunk] = tick
-            self.moved(chunk)
+            self._look(chunk)
         else:
             del self._when[chunk]
             self._bytes -= chunk.nbytes
 
-    def moved(self, chunk: Chunk) -> None:
-        """A chunk came to the host or left it."""
-        if chunk not in self._when:
-            return
+    def _look(self, chunk: Chunk) -> None:
+        """Note where a chunk of the window is."""
         if chunk.on_host:
-            self._come(chunk)
             return
         if chunk not in self._away:
             self._away[chunk] = None
@@ -128,7 +125,8 @@ class Lookahead:
         if chunk in self._when:
             self._revise(chunk)
 
-    def _come(self, chunk: Chunk) -> None:
+    def came(self, chunk: Chunk) -> None:
+        """A chunk came to the host."""
         if chunk in self._away:
             del self._away[chunk]
             self.absent -= chunk.nbytes

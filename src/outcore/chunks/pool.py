@@ -64,7 +64,7 @@ class Pool:
         self._lock = threading.RLock()
         self._changed = Watchdog(self._lock, lambda: "" if disk is None else disk.stalled())
         self._ahead = Lookahead(order)
-        self._held = Holdings(ledger, self._ahead.moved, self._ahead.left)
+        self._held = Holdings(ledger, self._ahead.came, self._ahead.left)
         self._clock = self._beside = 0
         self._traffic = Traffic(disk, self._lock)
         self._room = Room(budget, self._held, self._traffic, replacer, self._begin_write, disk is not None)

@@ -70,9 +70,9 @@ def is_widening() -> bool:
     return bool(_active)
 
 
-def warn_if_slow(dtype: torch.dtype) -> None:
-    """Say what computing on this processor in ``dtype`` would be like, and what helps."""
-    if not is_widening() and dtype in slow_dtypes():
+def warn_if_slow(dtype: torch.dtype, device: torch.device) -> None:
+    """Say what computing in ``dtype`` would be like, if it is on this processor, and what helps."""
+    if device.type == "cpu" and not is_widening() and dtype in slow_dtypes():
         name = str(dtype).removeprefix("torch.")
         warnings.warn(
             f"this processor has no instructions for {name}, and torch multiplies matrices in it many times slower "

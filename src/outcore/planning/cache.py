@@ -67,7 +67,7 @@ class Cache:
         self._disk_budget = disk_budget
         self.course = Course(route)
         self._coming = Lookahead(self.course)
-        self._held = Holdings(Ledger(), self._coming.moved, self._coming.left)
+        self._held = Holdings(Ledger(), self._coming.came, self._coming.left)
         self._room = Room(
             budget, self._held, self, Belady(self.course), self._begin_write, has_disk=bool(disk_budget)
         )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from outcore.chunks.chunk import Chunk, Kind
+from outcore.errors import StateError
 from outcore.memory.lane import READS_PER_WRITE
 
 
@@ -23,7 +24,7 @@ class Nowhere:
 
     @property
     def buffer(self) -> memoryview:
-        raise NotImplementedError("a simulation moves no bytes")
+        raise StateError("a simulation moves no bytes")
 
     def release(self) -> None:
         """Nothing is held."""
