@@ -102,10 +102,6 @@ class Cache:
         """Bytes the pieces may hold now."""
         return self._room.ceiling
 
-    def is_there(self, piece: Piece) -> bool:
-        """Whether a guard for reading would not wait."""
-        return piece.ready
-
     # -- what holds bytes -------------------------------------------------------------------------
 
     def _note(self) -> None:

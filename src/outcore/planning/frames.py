@@ -174,7 +174,7 @@ class Frames:
                 if uses == AHEAD:
                     return
                 continue
-            if frame.due or not all(self.cache.is_there(piece) for piece in frame.pieces):
+            if frame.due or not all(piece.ready for piece in frame.pieces):
                 return
             if not self._try_room(frame.nbytes + beside, position + distance):
                 return
