@@ -21,7 +21,7 @@ from outcore.planning.outcome import Limits, Outcome
 from outcore.planning.passage import Passage
 from outcore.planning.planner import Planner
 from outcore.planning.route import Route
-from outcore.planning.settings import Settings
+from outcore.planning.settings import CHUNK_SIZES, Settings
 from outcore.planning.subject import Subject
 from outcore.planning.updates import Job, Updater
 from planning.accuracy import CPU, EMU, Case, measure, off, predict
@@ -82,6 +82,35 @@ def test_without_room_beside_a_forward_updates_are_done_in_the_step() -> None:
         limits = Limits(None, growth + share * update // 10, 1 << 30)
         simulation = Planner(subject, machine, limits).simulation(settings)
         assert simulation.updates_at_once is not hides
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_that_takes_too_long_is_given_up(accumulate: int) -> None:
+    model = LLAMA.build().train()
+    planner = Planner(
+        Subject(model, outcore.AdamW(model.parameters()), LLAMA.batch(0)),
+        CPU,
+        Limits(None, 3 << 20, 1 << 30),
+    )
+    settings = Settings(2 // accumulate, accumulate, outcore.Activations(), 1 << 17)
+    found = planner.fits(settings)
+    assert found is not None
+    assert planner.fits(settings, 1.05 * found.seconds) == found
+    assert planner.fits(settings, 0.5 * found.seconds) is None
+
+
+def test_sizes_of_chunks_that_move_in_the_same_pieces_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LLAMA.build().train()
+    planner = Planner(Subject(model, outcore.AdamW(model.parameters()), LLAMA.batch(0)), CPU, ROOMY)
+    asked = [outcore.Activations()]
+    planner.best(2, 1, 2, asked, None, None, 1)  # pieces as large as chunks
+    assert planner.tried == len(CHUNK_SIZES)
+    for module in (outcore.planning.planner, outcore.planning.settings):
+        monkeypatch.setattr(module, "CHUNK_SIZES", (1 << 14, 1 << 15))
+    monkeypatch.setattr(outcore.planning.planner, "PIECES", 1)
+    planner.tried = 0
+    planner.best(2, 1, 2, asked, None, None, 1)
+    assert planner.tried == 1
 
 
 class WithSpare(nn.Module):

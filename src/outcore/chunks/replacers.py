@@ -2,15 +2,18 @@
 
 [Note: Ranks]
 A host of 256 GiB holds tens of thousands of chunks; to look at all of them for each that leaves would take longer than
-the disk takes to bring the next. So candidates lie in a heap by rank. A rank is made when a chunk may leave from now on
-(`Replacer.offer`), and made anew where the belief about its next use changed (`Order.revised`). What is found at
-the top and may not leave any more is dropped: it is offered again when it may.
+the disk takes to bring the next. So candidates lie in a list sorted by rank. A rank is made when a chunk may leave from
+now on (`Replacer.offer`), and made anew where the belief about its next use changed (`Order.revised`). What is found at
+the end and may not leave any more is dropped: it is offered again when it may.
+
+A list and not a heap, for the first few are looked at far more often than one goes in: where a simulated run of 175B
+parameters spends its time, ten are looked at for each that is offered, and a heap pays for each of them twice.
 """
 
 from __future__ import annotations
 
-import heapq
 from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
 from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import count
 from typing import Protocol
@@ -46,16 +49,16 @@ class Order(Protocol):
 
 
 Rank = tuple[int, ...]
-"""The smallest leaves first."""
+"""The largest leaves first."""
 
 
 class Replacer(ABC):
     """Orders chunks that may leave; see [Note: Ranks]."""
 
     def __init__(self) -> None:
-        self._ranks: dict[Chunk, Rank] = {}
-        self._heap: list[tuple[Rank, int, Chunk]] = []
-        self._number = count()
+        self._entries: dict[Chunk, tuple[Rank, int, Chunk]] = {}
+        self._sorted: list[tuple[Rank, int, Chunk]] = []  # may hold some that are out of date
+        self._number = count(0, -1)
 
     @abstractmethod
     def _rank(self, chunk: Chunk) -> Rank:
@@ -71,10 +74,10 @@ class Replacer(ABC):
 
     def offer(self, chunk: Chunk) -> None:
         """The chunk may leave from now on."""
-        rank = self._rank(chunk)
-        if self._ranks.get(chunk) != rank:
-            self._ranks[chunk] = rank
-            heapq.heappush(self._heap, (rank, next(self._number), chunk))
+        rank, known = self._rank(chunk), self._entries.get(chunk)
+        if known is None or known[0] != rank:
+            entry = self._entries[chunk] = rank, next(self._number), chunk
+            insort(self._sorted, entry)
 
     def leaving(self, may_leave: Callable[[Chunk], bool], beyond: int) -> Generator[Chunk, None, None]:
         """Chunks to evict, the best first, as long as they are needed later than ``beyond`` ticks from now.
@@ -83,33 +86,33 @@ class Replacer(ABC):
             may_leave: whether a chunk that was offered may still leave.
         """
         self._revise(may_leave)
-        seen = []
-        try:
-            while self._heap:
-                entry = heapq.heappop(self._heap)
-                rank, _, chunk = entry
-                if self._ranks.get(chunk) != rank:
-                    continue
-                if not may_leave(chunk):
-                    del self._ranks[chunk]
-                    continue
-                seen.append(entry)
-                if not self._is_beyond(rank, beyond):
-                    return
+        place = len(self._sorted)
+        while place:
+            place -= 1
+            entry = self._sorted[place]
+            rank, _, chunk = entry
+            if self._entries.get(chunk) is not entry:
+                del self._sorted[place]
+            elif not may_leave(chunk):
+                del self._sorted[place], self._entries[chunk]
+            elif not self._is_beyond(rank, beyond):
+                return
+            else:
                 yield chunk
-        finally:
-            for entry in seen:
-                heapq.heappush(self._heap, entry)
+                if (
+                    place >= len(self._sorted) or self._sorted[place] is not entry
+                ):  # some were offered meanwhile
+                    place = bisect_left(self._sorted, entry)
 
     def _revise(self, may_leave: Callable[[Chunk], bool]) -> None:
         changed = self._revised()
-        if changed is None or len(self._heap) > 64 + 2 * len(self._ranks):
-            self._ranks = {chunk: self._rank(chunk) for chunk in self._ranks if may_leave(chunk)}
-            self._heap = [(rank, next(self._number), chunk) for chunk, rank in self._ranks.items()]
-            heapq.heapify(self._heap)
+        if changed is None or len(self._sorted) > 64 + 2 * len(self._entries):
+            ranked = [(self._rank(chunk), chunk) for chunk in self._entries if may_leave(chunk)]
+            self._entries = {chunk: (rank, next(self._number), chunk) for rank, chunk in ranked}
+            self._sorted = sorted(self._entries.values())
             return
         for chunk in changed:
-            if chunk in self._ranks:
+            if chunk in self._entries:
                 self.offer(chunk)
 
 
@@ -127,11 +130,10 @@ class Belady(Replacer):
     def _rank(self, chunk: Chunk) -> Rank:
         distance = self._order.next_use(chunk)
         tick = NEVER if distance >= NEVER else self._order.now + distance
-        return -tick, chunk.residence is not Residence.CLEAN, chunk.last_use
+        return tick, chunk.residence is Residence.CLEAN, -chunk.last_use
 
     def _is_beyond(self, rank: Rank, beyond: int) -> bool:
-        distance = NEVER if rank[0] == -NEVER else -rank[0] - self._order.now
-        return distance > beyond
+        return (NEVER if rank[0] >= NEVER else rank[0] - self._order.now) > beyond
 
     def _revised(self) -> Iterable[Chunk] | None:
         return self._order.revised()
@@ -141,7 +143,7 @@ class LRU(Replacer):
     """Evict what was used longest ago. The yardstick for `Belady`: on a cyclic scan it saves nothing."""
 
     def _rank(self, chunk: Chunk) -> Rank:
-        return (chunk.last_use,)
+        return (-chunk.last_use,)
 
     def _is_beyond(self, rank: Rank, beyond: int) -> bool:
         return beyond < 0  # it can't tell what is needed later, and two reads could chase each other

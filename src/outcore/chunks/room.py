@@ -12,7 +12,6 @@ Whom to evict is the `Replacer`'s choice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
 from itertools import islice
 from typing import Protocol
 
@@ -150,21 +149,19 @@ class Room:
         short = self._held.used - self._held.warm + coming - self.clear - self._traffic.leaving
         if short <= 0:
             return
-        with closing(self._replacer.leaving(self.may_leave, beyond)) as candidates:
-            for chunk in islice(candidates, BEHIND):
-                if chunk.residence is Residence.DIRTY and chunk not in self.needed:
-                    self._write(chunk)
-                short -= chunk.nbytes
-                if short <= 0:
-                    return
+        for chunk in islice(self._replacer.leaving(self.may_leave, beyond), BEHIND):
+            if chunk.residence is Residence.DIRTY and chunk not in self.needed:
+                self._write(chunk)
+            short -= chunk.nbytes
+            if short <= 0:
+                return
 
     def _victim(self, beyond: int) -> Chunk | None:
         last = None
-        with closing(self._replacer.leaving(self.may_leave, beyond)) as candidates:
-            for chunk in candidates:
-                if chunk not in self.needed:
-                    return chunk
-                last = last or chunk
+        for chunk in self._replacer.leaving(self.may_leave, beyond):
+            if chunk not in self.needed:
+                return chunk
+            last = last or chunk
         return last if beyond < 0 else None
 
     def may_leave(self, chunk: Chunk) -> bool:

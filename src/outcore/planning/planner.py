@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +20,19 @@ from outcore.planning.kept import Kept
 from outcore.planning.least import least
 from outcore.planning.machine import Machine
 from outcore.planning.machine_file import by_name
-from outcore.planning.minimum import check, needs
+from outcore.planning.minimum import Needs, check, needs
 from outcore.planning.outcome import Limits, Outcome
 from outcore.planning.plan import Plan, parts
-from outcore.planning.ranking import Fit, fastest
+from outcore.planning.ranking import Fit, fastest, seconds
 from outcore.planning.settings import CHUNK_SIZES, Settings, candidates, dominates
-from outcore.planning.simulator import Simulation
+from outcore.planning.simulator import Simulation, SlowError
 from outcore.planning.strategies import Sizes, table
 from outcore.planning.subject import Loss, Subject
 from outcore.planning.this import this
+
+MUCH_SLOWER = 1.5
+"""A simulated step that takes so many times the fastest known is given up: more than by how much a disturbed timing of
+what is kept can deceive (the note in `outcore.planning.ranking`), for a forward is a third of a step."""
 
 PIECES = 1000
 """The most parameter chunks of a simulation. Beyond, it moves larger ones: peaks are coarser by one of them."""
@@ -144,6 +149,7 @@ class Planner:
         self._timing = machine.timing()
         subject.taped = self._timing.taped
         self.tried = 0
+        self._needs: dict[tuple[int, bool], Needs] = {}
         machine.rate(subject.precision.compute)  # refused before anything is traced
 
     def simulate(self, settings: Settings) -> Outcome:
@@ -161,13 +167,10 @@ class Planner:
             BudgetError: its chunks don't fit.
         """
         subject, limits = self._subject, self._limits
-        units, points = subject.layout(settings.chunk_bytes)
-        found = needs(units, points, settings.activations.microbatch is not None)
+        found = self._needed(settings)
         check(found, limits.host, limits.disk, limits.device)
         trace = subject.trace(settings.micro_batch, settings.activations)
-        size = max(settings.chunk_bytes, sum(unit.nbytes for unit in units) // PIECES)
-        if size > settings.chunk_bytes:
-            units, _ = subject.layout(size)
+        units, _ = subject.layout(max(settings.chunk_bytes, self._finest(settings.chunk_bytes)))
         self.tried += 1
         return Simulation(
             units,
@@ -180,11 +183,27 @@ class Planner:
             timing=self._timing,
         )
 
-    def fits(self, settings: Settings) -> Outcome | None:
-        """A run with these settings, if it fits."""
+    def _needed(self, settings: Settings) -> Needs:
+        key = settings.chunk_bytes, settings.activations.microbatch is not None
+        if key not in self._needs:
+            units, points = self._subject.layout(settings.chunk_bytes)
+            self._needs[key] = needs(units, points, key[1])
+        return self._needs[key]
+
+    def _finest(self, chunk_bytes: int) -> int:
+        """The least bytes that move as one piece in a simulation; chunks that are smaller move together."""
+        units, _ = self._subject.layout(chunk_bytes)
+        return sum(unit.nbytes for unit in units) // PIECES
+
+    def fits(self, settings: Settings, patience: float = math.inf) -> Outcome | None:
+        """A run with these settings, if it fits.
+
+        Args:
+            patience: seconds of a step beyond which it is of no use.
+        """
         try:
-            return self.simulate(settings)
-        except BudgetError:
+            return self.simulation(settings).run(patience)
+        except (BudgetError, SlowError):
             return None
         except ModelError:
             if settings.activations.microbatch is None:
@@ -213,14 +232,14 @@ class Planner:
             for settings in candidates(*asks, offloaded) if not found else ():
                 if any(dominates(fit.settings, settings) for fit in found):
                     continue
-                found += self._fit(settings)
-        if (
-            found and chunk_bytes is None
-        ):  # the size of chunks matters least: it is tried on the best of the rest
+                found += self._fit(settings, found)
+        if found and chunk_bytes is None:
+            # the size of chunks matters least: it is tried on the best of the rest, if it can be told from the others
             leader = fastest(found).settings
+            finest = self._finest(leader.chunk_bytes)
             for size in CHUNK_SIZES:
-                settings = replace(leader, chunk_bytes=size)
-                found += self._fit(settings) if settings != leader else []
+                if size != leader.chunk_bytes and max(size, leader.chunk_bytes) > finest:
+                    found += self._fit(replace(leader, chunk_bytes=size), found)
         if not found:
             asked = Settings(
                 micro_batch or sequences // accumulate,
@@ -231,9 +250,10 @@ class Planner:
             raise self._unfit(asked)
         return self._plan(fastest(found), budget, ranks)
 
-    def _fit(self, settings: Settings) -> list[Fit]:
-        """The settings with their outcome, if they fit."""
-        outcome = self.fits(settings)
+    def _fit(self, settings: Settings, found: Sequence[Fit]) -> list[Fit]:
+        """The settings with their outcome, if they fit and aren't much slower than the fastest known."""
+        patience = MUCH_SLOWER * seconds(fastest(found), found) if found else math.inf
+        outcome = self.fits(settings, patience)
         return [] if outcome is None else [Fit(settings, outcome, self._flops(settings))]
 
     def _flops(self, settings: Settings) -> int:

@@ -22,6 +22,7 @@ pool does about each transfer), which in their turn wait for cores. ``outcore pr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -44,6 +45,10 @@ from outcore.planning.updates import Job, Updater
 
 STEPS = 3
 """Steps that are simulated: by the third, where things lie has settled."""
+
+
+class SlowError(Exception):
+    """A simulated step takes longer than anybody wants to know."""
 
 
 class Simulation:
@@ -131,11 +136,15 @@ class Simulation:
 
     # -- a run ------------------------------------------------------------------------------------
 
-    def run(self) -> Outcome:
+    def run(self, patience: float = math.inf) -> Outcome:
         """Fill the tiers, then take `STEPS` steps.
+
+        Args:
+            patience: seconds that a step after the first may take.
 
         Raises:
             BudgetError: a tier can't hold what must be there.
+            SlowError: a step takes longer.
         """
         cache, frames = self._cache, self._frames
         for position, ((phase, _), _) in enumerate(self._narrow.ticks):
@@ -157,11 +166,11 @@ class Simulation:
         if frames is not None:
             frames.peak = frames.used + frames.reserved
         for number in range(1, STEPS - 1):
-            self._step(number)
+            self._step(number, patience)
         before = self._totals()
         start = cache.now
         updated, self._compute = self._updater.seconds, 0.0
-        self._step(STEPS - 1)
+        self._step(STEPS - 1, patience)
         settled = self._peaks()
         after = self._totals()
         difference = {name: after[name] - before[name] for name in after}
@@ -200,13 +209,15 @@ class Simulation:
                 found[f"busy {link}"] = server.busy
         return found
 
-    def _step(self, number: int) -> None:
-        position = number * len(self._route)
+    def _step(self, number: int, patience: float = math.inf) -> None:
+        position, end = number * len(self._route), self._cache.now + patience
         for turn in range(self._accumulate):
             # what is on record of the lap before: see `outcore.planning.route`
             late = turn >= 3 or (turn < 2 and self._accumulate > 2)
             self._cache.believe(self._wide if late else self._narrow)
             position = self._lap(position, turn, measured=number == 0 and turn == 0)
+            if self._cache.now > end:
+                raise SlowError
         if self._frames is not None:
             self._frames.synchronize()
         self._begin(position)
