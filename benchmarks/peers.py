@@ -57,7 +57,7 @@ def contenders(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         "rows": options.rows,
         "tokens": options.tokens,
         "device": "cpu",
-        "warm": 2,
+        "warm": options.warm,
         "steps": options.steps,
         "loss_slice": options.loss_slice or None,
     }
@@ -69,10 +69,13 @@ def contenders(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     names = [name for name in names if not options.only or name.split(",")[0] in options.only]
     print("found:", "; ".join(names))
     disk = {"host": options.host_budget}
-    return {
+    asked = {
         name: {**common, "contender": name, "budget": disk if name == "outcore, disk" else HOST}
         for name in names
     }
+    for name in names if options.own_products else ():
+        asked[name]["own_products"] = not name.startswith("outcore")
+    return asked
 
 
 def disk_speeds(folder: Path, size: int) -> dict[str, float] | None:
@@ -175,6 +178,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="counted steps in a turn")
+    parser.add_argument("--warm", type=int, default=2, help="steps before them")
+    parser.add_argument(
+        "--own-products",
+        action="store_true",
+        help="on a processor without bf16 instructions: peers multiply as torch does there; without this all alike "
+        "have outcore.widen_matmuls(), so that what is compared is where states are",
+    )
     parser.add_argument("--host-budget", default="768MiB", help="outcore's, where states are on disk")
     parser.add_argument(
         "--loss-slice",
@@ -218,10 +228,11 @@ def main() -> None:
             limit = "no limit" if group is None else f"a memory group of {options.group}"
             scores |= take_turns(asked, place, options.rounds)
         ratios |= training_ratios(scores, speeds)
+        own = "peers with their own products in bf16, " if options.own_products else ""
         sliced = f"outcore's loss in slices of {options.loss_slice or 'all'} positions"
         about["training"] = (
             f"{options.model}, batch {options.rows} x {options.tokens}, bf16 over fp32 masters, AdamW, norm clipped, "
-            f"blocks recomputed, {sliced}, {options.threads} threads, {limit}, "
+            f"blocks recomputed, {sliced}, {own}{options.threads} threads, {limit}, "
             f"{options.rounds} rounds of {options.steps} steps"
         )
         rows = training_rows(scores.values(), options.rows * options.tokens)

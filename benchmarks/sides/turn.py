@@ -18,7 +18,8 @@ MARK = "turn: "
 def main() -> None:
     asked: dict[str, Any] = json.loads(sys.argv[1])
     torch.set_num_threads(asked.pop("threads"))
-    outcore.widen_matmuls()  # for all alike: what is compared is where states are, not who multiplies
+    if not asked.pop("own_products", False):
+        outcore.widen_matmuls()  # for all alike: what is compared is where states are, not who multiplies
     device = asked["device"]
     idea = asked.pop("without", None)
     if idea is not None:
