@@ -114,7 +114,7 @@ def in_turn(asked: argparse.Namespace) -> None:
             continue
         turn = score.turns[0]
         links = " / ".join(f"{turn['moved'][link] / 1e6:,.0f}" for link in ("disk read", "disk write"))
-        held = [format_size(int(turn["peak_held"][tier])) for tier in ("host", "disk")]
+        held = [format_size(int(turn["most_held"][tier])) for tier in ("host", "disk")]
         seconds, processor = spread(score.readings("seconds")), f"{score.median('processor'):.2f}"
         rows.append([way, seconds, processor, links, *held, peak(score)])
     head = ["", "seconds", "processor s", "read / written, MB", "host, by the ledger", "disk", "peak RSS"]

@@ -66,7 +66,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
             update.append(at_work.update)
     moved = {link: (nbytes - before[link]) / steps for link, nbytes in at_work.moved().items()}
     times = {"seconds": seconds, "processor": processor, "update": update}
-    return {**times, "loss": loss, "moved": moved, "peak_steps": peak_since(), "peak_held": held()}
+    return {**times, "loss": loss, "moved": moved, "peak_steps": peak_since(), "most_held": held()}
 
 
 def forget_peak() -> None:

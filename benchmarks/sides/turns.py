@@ -163,10 +163,10 @@ def together(results: list[dict[str, Any]]) -> dict[str, Any]:
     each = {
         what: list(zip(*(one[what] for one in results), strict=True)) for what in ("seconds", "processor")
     }
-    peaks = {what: max(one[what] for one in results) for what in results[0] if what.startswith("peak")}
+    peaks = ("peak_rss", "peak_steps", "peak_device")
     return {
         **results[0],
-        **peaks,
+        **{what: max(one[what] for one in results) for what in peaks},
         "seconds": [max(step) for step in each["seconds"]],
         "processor": [sum(step) for step in each["processor"]],
         "loss": statistics.mean(one["loss"] for one in results),

@@ -18,6 +18,8 @@ from calling import metrics, text
 from calling import outcore as call
 
 import outcore
+from outcore.report.metrics import Metrics
+from outcore.report.step import Step
 
 COMMAND = """
 import signal
@@ -177,6 +179,63 @@ def test_the_grace_ends(tmp_path: Path) -> None:
     assert "within 0.3 s" in said
     assert "the grace of 0.3 s is over; resume with: outcore train" in said
     assert took < 2.5
+
+
+def test_a_run_whose_reader_is_gone_is_saved_all_the_same(tmp_path: Path) -> None:
+    """``outcore train | tee log``: what ends the run in a terminal ends ``tee``, too."""
+    with started(tmp_path, "--checkpoint", tmp_path / "run") as process:
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            stream.close()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    last = metrics(tmp_path / "log")[-1]["step"]
+    outcore.verify(tmp_path / "run" / f"step-{last}")
+
+
+@pytest.mark.parametrize("more", [(), ("--checkpoint", "run")], ids=["alone", "with checkpoints"])
+def test_a_log_that_can_not_be_written_stops_a_run_which_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    """Also lines that are still in memory can't be flushed then."""
+    write = Metrics.write
+
+    def refused(self: Metrics, step: Step) -> None:
+        write(self, step)
+        if step.number == 3:
+            self._file.close()
+            self._file = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
+            write(self, step)
+
+    monkeypatch.setattr(Metrics, "write", refused)
+    monkeypatch.chdir(tmp_path)
+    where = ("--data", text(tmp_path), "--log-dir", tmp_path / "log", "--device", "cpu")
+    result = call("train", *TINY, *where, "--host-memory", "64MiB", "--steps", 9, *more)
+    assert result.exit_code == 1
+    assert "the metrics can't be written" in result.stderr
+    assert "No space left" in result.stderr
+    assert [line["step"] for line in metrics(tmp_path / "log")] == [1, 2, 3]
+    if more:
+        assert "stopped after step 3 of 9, saved in run/step-3" in result.stdout
+        outcore.verify(tmp_path / "run" / "step-3")
+
+
+@pytest.mark.parametrize("second", [True, False], ids=["again", "the grace"])
+def test_nobody_needs_to_hear_of_a_signal(second: bool) -> None:
+    """The process ends at a second one, and at the end of the grace, though nobody reads its stderr any more."""
+    code = f"""
+import os, signal, threading, outcore
+read, write = os.pipe()
+os.dup2(write, 2)
+os.close(write), os.close(read)
+with outcore.Interrupts(grace={600 if second else 0.1}) as interrupts:
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert interrupts._said.wait(30)
+    if {second}:
+        os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(30)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 143
 
 
 def test_before_the_first_step_there_is_nothing_to_save(

@@ -46,6 +46,22 @@ def test_contenders_train_alike(tmp_path: Path) -> None:
     assert losses["torch"] == pytest.approx(losses["outcore, host"], rel=2e-3)
 
 
+def test_ranks_train_alike_and_count_together(tmp_path: Path) -> None:
+    """Two ranks as `benchmarks/peers_ranks.py` starts them."""
+    from sides.turns import Place, take_turns
+
+    common: dict[str, Any] = dict(model="gpt2-tiny", rows=1, tokens=32, device="cpu", warm=1, steps=2)
+    names = ("outcore, host", "fsdp2")
+    asked = {name: dict(common, contender=name, budget={"host": "64MiB"}) for name in names}
+    scores = take_turns(asked, Place(tmp_path, 1, ranks=2), 1)
+    for name in names:
+        [turn] = scores[name].turns or pytest.fail(str(scores[name].failure))
+        assert len(turn["seconds"]) == len(turn["processor"]) == 2
+        assert 0 < turn["peak_steps"] <= turn["peak_rss"]
+    losses = [score.turns[0]["loss"] for score in scores.values()]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+
+
 def test_generation_from_disk(tmp_path: Path) -> None:
     from sides.generation import forget_pages, generate, write_weights
 

@@ -28,6 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -114,7 +115,7 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._asked:
-            self._said.wait(1)
+            self._said.wait(10)  # for its thread, which may wait for a core
         else:
             self.close()
 
@@ -158,7 +159,7 @@ class Interrupts:
 
     def _leave(self, number: int, why: str) -> None:
         if sys.stdout.isatty():
-            os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # a progress bar had hidden the cursor
+            _write(sys.stdout.fileno(), "\x1b[?25h\n")  # a progress bar had hidden the cursor
         _say(f"{why}{'; ' if self.hint else ''}{self.hint}")
         os._exit(128 + number)
 
@@ -171,7 +172,13 @@ class Interrupts:
 
 
 def _say(text: str) -> None:
-    os.write(2, f"outcore: {text}\n".encode())  # print may be at work in the main thread
+    _write(2, f"outcore: {text}\n")
+
+
+def _write(descriptor: int, text: str) -> None:
+    """Past `print`, which may be at work in the main thread. Nobody may be there to read it any more."""
+    with suppress(OSError):
+        os.write(descriptor, text.encode())
 
 
 def _after_fork() -> None:

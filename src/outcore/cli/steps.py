@@ -1,4 +1,10 @@
-"""The steps of ``outcore train``: measured, shown, saved, and stopped when that is asked for."""
+"""The steps of ``outcore train``: measured, shown, saved, and stopped when that is asked for.
+
+[Note: What may fail]
+What is written about a run is worth less than the run. A console that is gone is passed over (`report.unfailing`). A
+log that can't be written, to a full disk perhaps, stops a run that keeps checkpoints as a signal does: once its step is
+saved.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +20,13 @@ from outcore.cli.keeping import Keeping, Previous
 from outcore.cli.ranks import Launch
 from outcore.cli.settings import Settings
 from outcore.cli.tokens import Given, Trained
+from outcore.errors import OutcoreError
 from outcore.report.console import Progressed, show_end, show_plan
 from outcore.report.metrics import Metrics
 from outcore.report.placement import SETTLED, placement
 from outcore.report.run import write_run
 from outcore.report.step import Step
+from outcore.report.totals import Totals
 from outcore.report.tracer import Tracer
 
 if TYPE_CHECKING:
@@ -60,6 +68,7 @@ class Steps:
         self._traced = traced
         self._launch = launch
         self._stopping = False
+        self._failure: OutcoreError | OSError | None = None
 
     def begin(self, previous: Previous | None) -> None:
         """Load the checkpoint to go on from, if there is one."""
@@ -87,11 +96,12 @@ class Steps:
 
         Raises:
             KeyboardInterrupt: a signal came, and the run keeps no checkpoints.
+            TierError: the log can't be written.
         """
         settings, keeping, before = self._settings, self._keeping, self._from
         numbers = range(1 if before is None else before.step + 1, settings.steps + 1)
         after = None if before is None else (before.step, before.extra.get("loss", 0.0))
-        steps: list[Step] = []
+        totals: Totals | None = None
         tracer = Tracer(self._built.model, settings.log_dir, self._traced)
         metrics = Metrics(settings.log_dir, after)
         with metrics, tracer, Progressed(self._console, numbers) as progress:
@@ -109,30 +119,49 @@ class Steps:
                     shares=outcore.shares(self._built.model, settings.split),  # type: ignore[arg-type]
                     agree=lambda loss: self._agree(loss)[0],
                 ):
-                    metrics.write(step)
-                    if step.number == numbers.start:
-                        write_run(settings.log_dir, self._plan)
-                    tracer.write(more=True)
-                    if isinstance(tokenizer, Trained) and step.number == numbers.start:
-                        tokenizer.save(settings.log_dir / "tokenizer.json")
+                    self._log(step, metrics, tracer, tokenizer if step.number == numbers.start else None)
                     progress.show(step)
-                    steps.append(step)
-                    if len(steps) == SETTLED:
+                    if totals is None:
+                        totals = Totals(step)
+                    else:
+                        totals.add(step)
+                    if totals.count == SETTLED:
                         self._console.print(placement(step.after, step.moved, "step"))
-                    if keeping is not None and (
-                        self._is_stopped() or keeping.due(step.number, settings.steps)
-                    ):
+                    stopped = self._is_stopped()  # asked once: a signal after this is for the next step
+                    if keeping is not None and (stopped or keeping.due(step.number, settings.steps)):
                         keeping.save(step, self._built.model, self._optimizer, self._batches)
-                    if self._is_stopped():
+                    if stopped:
                         break
                 if keeping is not None:
                     keeping.finish()
-        if steps:
-            show_end(self._console, steps)
+        if totals is not None:
+            show_end(self._console, totals)
             self._console.print(
                 f"metrics in {settings.log_dir}; outcore report {settings.log_dir} draws them"
             )
-        self._say_kept(steps[-1].number if steps else numbers.start - 1)
+        self._say_kept(numbers.start - 1 if totals is None else totals.last.number)
+        if self._failure is not None:
+            raise self._failure
+
+    def _log(self, step: Step, metrics: Metrics, tracer: Tracer, tokenizer: Given | Trained | None) -> None:
+        """Write a step down; see [Note: What may fail].
+
+        Args:
+            tokenizer: of the first step: what the run is, too.
+        """
+        if self._failure is not None:
+            return
+        try:
+            metrics.write(step)
+            if tokenizer is not None:
+                write_run(self._settings.log_dir, self._plan)
+            tracer.write(more=True)
+            if isinstance(tokenizer, Trained):
+                tokenizer.save(self._settings.log_dir / "tokenizer.json")
+        except (OutcoreError, OSError) as error:
+            if self._keeping is None:
+                raise
+            self._failure = error
 
     def _agree(self, loss: float) -> tuple[float, bool]:
         """The loss over all ranks, and whether any was asked to stop and keep what it has."""
@@ -140,7 +169,7 @@ class Steps:
         return loss, self._stopping
 
     def _is_asked(self) -> bool:
-        return self._keeping is not None and self._interrupts.asked
+        return self._keeping is not None and (self._interrupts.asked or self._failure is not None)
 
     def _is_stopped(self) -> bool:
         """Whether all ranks stop: one alone needs no agreement, and hears of a signal until the last moment."""

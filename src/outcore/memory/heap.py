@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
@@ -32,26 +33,48 @@ _MOST, _SHARE = 128 << 20, 16
 """Free bytes at the top that are kept: a share of the host's budget, up to so many, and some in any case."""
 
 
-def keep_within(budget: int) -> None:
-    """Let the heap keep what is freed within a lap, for a host budget of so many bytes. Holds for the process."""
-    found = _library()
-    if hasattr(found, "mallopt"):
-        found.mallopt(_M_MMAP_THRESHOLD, max(_LEAST, min(_MAPPED, budget // _SMALL)))
-        found.mallopt(_M_MMAP_MAX, _MAPPINGS)
-        found.mallopt(_M_TRIM_THRESHOLD, max(2 * _LEAST, min(_MOST, budget // _SHARE)))
+@dataclass(frozen=True)
+class Rule:
+    """What the heap keeps.
+
+    Attributes:
+        mapped: bytes from which on a result has a mapping of its own; 0: none has.
+        kept: free bytes at its top that stay; below 0: all.
+    """
+
+    mapped: int
+    kept: int
+
+    @classmethod
+    def of(cls, budget: int, roomy: bool) -> Rule:
+        """That of a run.
+
+        Args:
+            budget: bytes of the host.
+            roomy: whether all chunks take a small part of it.
+        """
+        if roomy:
+            return cls(0, -1)
+        mapped = max(_LEAST, min(_MAPPED, budget // _SMALL))
+        return cls(mapped, max(2 * _LEAST, min(_MOST, budget // _SHARE)))
+
+    def apply(self) -> None:
+        """From now on. Holds for the process."""
+        found = _library()
+        if hasattr(found, "mallopt"):
+            if self.mapped:
+                found.mallopt(_M_MMAP_THRESHOLD, self.mapped)
+            found.mallopt(_M_MMAP_MAX, _MAPPINGS if self.mapped else 0)
+            found.mallopt(_M_TRIM_THRESHOLD, self.kept)
 
 
-def keep_all() -> None:
-    """Let the heap keep whatever is freed, until `keep_within` or `keep_little`. Holds for the process."""
-    found = _library()
-    if hasattr(found, "mallopt"):
-        found.mallopt(_M_MMAP_MAX, 0)
-        found.mallopt(_M_TRIM_THRESHOLD, -1)
+USUAL = Rule(_MAPPED, 2 * _MAPPED)
+"""What glibc comes to by itself."""
 
 
 def keep_little() -> None:
     """Let the heap keep what glibc would by itself, and return the rest to the system."""
-    keep_within(0)
+    USUAL.apply()
     give_back()
 
 

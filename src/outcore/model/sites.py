@@ -20,7 +20,7 @@ from outcore.errors import UsageError
 from outcore.memory.budget import Limits
 from outcore.memory.device import NoStreams, Streams, offers
 from outcore.memory.frames import Frames
-from outcore.memory.heap import give_back, keep_all, keep_within
+from outcore.memory.heap import Rule, give_back
 from outcore.memory.host import Region, reserve
 from outcore.memory.ledger import Ledger
 from outcore.memory.pinned import PinnedMemory
@@ -167,10 +167,7 @@ class HostSite(Lone):
 
     def gauge(self, stage: Stage, pool: Pool, ledger: Ledger, roomy: bool, outside: Outside) -> Gauge:
         settled = _nothing if roomy else give_back
-        if roomy:
-            keep_all()
-        else:
-            keep_within(self._limits.host)
+        Rule.of(self._limits.host, roomy).apply()
         tell = partial(self.ranks.tell, "the activations of a pass")
         return MeteredGauge(
             self.device, "host", pool, ledger, self._limits.host, roomy, outside, settled, tell

@@ -88,7 +88,8 @@ class Simulation:
         self._profile = trace.profile()
         on_host = limits.device is None
         self._roomy = 2 * found.total <= limits.host and on_host
-        self._seconds = [timing.seconds(span) for span in trace.spans]
+        with timing.within(limits.host, self._roomy):
+            self._seconds = [timing.seconds(span) for span in trace.spans]
         self._narrow = self._wide = self._route = Route(
             laps(trace, self._stores, self._saved, accumulate, False), len(pieces)
         )

@@ -4,13 +4,20 @@
 A span's time is the time of its matrix products and its attention at the machine's rates, and of everything else at
 the bandwidth of its memory. Products also read and write what they multiply, and operators cost something to launch: an
 accelerator does either beside computing, while on a CPU the few threads that compute wait for both.
+
+[Note: Pages]
+Where results come from is a good part of what operators take: pages that the heap kept are at hand, others have to be
+found and cleared. What it keeps follows a run's budget (`outcore.memory.heap`), so spans are run under the same rule.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
+from outcore.memory.heap import USUAL, Rule, keep_little
 from outcore.planning.recorder import Span
 from outcore.planning.replay import Clock, replay
 from outcore.planning.tape import Tape
@@ -33,6 +40,9 @@ class Timing(Protocol):
     taped: bool
     """Whether it needs what it takes to run them."""
 
+    def within(self, host: int, roomy: bool) -> AbstractContextManager[None]:
+        """Inside, spans take what they take in a run with so many bytes on the host; see [Note: Pages]."""
+
     def seconds(self, span: Span) -> float:
         """How long a span takes."""
 
@@ -44,6 +54,9 @@ class Rates:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
+
+    def within(self, host: int, roomy: bool) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def seconds(self, span: Span) -> float:
         return seconds_of(span.work, self._machine)
@@ -63,6 +76,17 @@ class Replays:
         self._most = machine.host // SHARE
         self._book = book
         self._clock = clock
+        self._rule = USUAL
+
+    @contextmanager
+    def within(self, host: int, roomy: bool) -> Iterator[None]:
+        self._rule = Rule.of(host, roomy)
+        self._rule.apply()
+        try:
+            yield
+        finally:
+            self._rule = USUAL
+            keep_little()
 
     def seconds(self, span: Span) -> float:
         rated = self._rates.seconds(span)
@@ -74,12 +98,13 @@ class Replays:
             return rated  # an operator that made-up values don't suit, or more memory than there is
 
     def _run(self, tape: Tape) -> float:
-        found = self._book.get(tape.signature)
+        signature = f"{tape.signature} {self._rule.mapped} {self._rule.kept}"
+        found = self._book.get(signature)
         if found is None:
             if tape.nbytes > self._most:
                 raise MemoryError
             found = replay(tape, self._clock)
-            self._book.put(tape.signature, found)
+            self._book.put(signature, found)
         return found
 
 

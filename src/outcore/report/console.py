@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -13,6 +15,8 @@ from rich.text import Text
 
 from outcore.memory.sizes import format_size
 from outcore.report.step import Step
+from outcore.report.totals import Sums, Totals
+from outcore.report.unfailing import Unfailing
 
 LEAST = 0.005
 """Links that are waited for less than this share of a step are not named."""
@@ -22,8 +26,9 @@ _QUIET = 1.0
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console as wide as its terminal; lines of a file are not wrapped."""
-    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    """A console as wide as its terminal; lines of a file are not wrapped. It never fails."""
+    file: Any = Unfailing(sys.stderr if stderr else sys.stdout)
+    console = Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = 120
     return console
@@ -108,18 +113,14 @@ def waits(step: Step) -> str:
     return f"waits {sum(share for _, share in shares):.0%}" + (f" ({named})" if named else "")
 
 
-def show_end(console: Console, steps: Sequence[Step]) -> None:
-    """What the run came to: losses, tiers, links and where a step's time went.
-
-    Times are means over all steps but the first, in which orders are recorded and kernels compiled.
-    """
-    first, last = steps[0], steps[-1]
-    steady = steps[1:] or steps
+def show_end(console: Console, totals: Totals) -> None:
+    """What the run came to: losses, tiers, links and where a step's time went."""
+    first, last = totals.first, totals.last
     console.print()
     console.print(f"loss  first {first.loss:.4f}  last {last.loss:.4f}  change {last.loss - first.loss:+.4f}")
     console.print(_tiers(last))
-    console.print(_links(steps))
-    console.print(_times(steady))
+    console.print(_links(totals))
+    console.print(_times(totals.steady))
 
 
 def _tiers(last: Step) -> Table:
@@ -132,34 +133,29 @@ def _tiers(last: Step) -> Table:
     return table
 
 
-def _links(steps: Sequence[Step]) -> Table:
+def _links(totals: Totals) -> Table:
     table = Table("link", title="bytes moved", title_justify="left")
     for name in ("in all", "per step"):
         table.add_column(name, justify="right")
-    for link in steps[-1].after.moved:
-        total = sum(step.moved[link] for step in steps)
-        if total or link.startswith("disk"):
-            table.add_row(link, format_size(total), format_size(total // len(steps)))
+    for link, nbytes in totals.moved.items():
+        if nbytes or link.startswith("disk"):
+            table.add_row(link, format_size(nbytes), format_size(nbytes // totals.count))
     return table
 
 
-def _times(steps: Sequence[Step]) -> Table:
+def _times(sums: Sums) -> Table:
     """Mean seconds of each part of a step."""
-    first, last = steps[0].number, steps[-1].number
-    which = f"steps {first} to {last}" if last > first else f"step {first}"
+    which = f"steps {sums.first} to {sums.last}" if sums.count > 1 else f"step {sums.first}"
     table = Table("part", title=f"time of a step, mean of {which}", title_justify="left")
     for name in ("seconds", "share"):
         table.add_column(name, justify="right")
-    whole = sum(step.seconds for step in steps)
-    parts = {"compute": sum(step.compute for step in steps)}
-    for link in steps[-1].after.waited:
-        waited = sum(step.waited[link] for step in steps)
-        if waited or link.startswith("disk"):
-            parts[f"waiting for {link}"] = waited
-    parts["update"] = sum(step.update for step in steps)
+    parts = {"compute": sums.compute}
+    for link, seconds in sums.waited.items():
+        if seconds or link.startswith("disk"):
+            parts[f"waiting for {link}"] = seconds
+    parts["update"] = sums.update
     for name, seconds in parts.items():
-        table.add_row(name, f"{seconds / len(steps):.3f}", f"{seconds / whole:.1%}")
-    tokens = sum(step.tokens for step in steps)
+        table.add_row(name, f"{seconds / sums.count:.3f}", f"{seconds / sums.seconds:.1%}")
     table.add_section()
-    table.add_row("step", f"{whole / len(steps):.3f}", f"{tokens / whole:,.0f} tokens/s")
+    table.add_row("step", f"{sums.seconds / sums.count:.3f}", f"{sums.tokens / sums.seconds:,.0f} tokens/s")
     return table

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -63,14 +64,16 @@ class Metrics:
                 for name, value in scalars(step).items():
                     self._board.add_scalar(name, value, step.number)
         except OSError as error:
+            self.close()
             reason = error.strerror or error
             raise TierError(f"the metrics can't be written to {self.directory}: {reason}") from None
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for open_file in (self._file, self._board):
+            if open_file is not None:
+                with suppress(OSError):  # what can't be flushed has been told of when it was written
+                    open_file.close()
+        self._file = self._board = None
 
     def __enter__(self) -> Metrics:
         return self
