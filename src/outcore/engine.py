@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -121,6 +122,7 @@ class Engine:
         self.backward = BackwardPass(self.residency, self.stage.gradients_complete, self._backward_over)
         self.rowless = NothingCounted(self.backward.start)
         self._resting: dict[int, str] = {}
+        self._dropped = False
         budgets = outcome.Limits(limits.device, limits.host, disk_bytes)
         self.prelude = prelude(model, optimizer, self.ranks.size, settings, budgets, found.total)
         ending.enter(self)
@@ -218,6 +220,14 @@ class Engine:
                 self.updates.finish()  # no chunk holds gradients of two steps
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
                 self.stage.collect(unit, binding, self.rowless.clean(gradient.detach()))
+        elif not self._dropped:
+            self._dropped = True
+            warnings.warn(
+                f"{binding.name} has a gradient that nobody takes: its optimizer was not given to offload(), which "
+                "drops the gradients of all such parameters. If they are not to be trained, set requires_grad=False",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self.backward.accumulated(unit, binding.slot.index)
 
     def _summed(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
@@ -280,9 +290,11 @@ class Engine:
     def _apply(self, due: Due) -> None:
         assert self.pipeline is not None
         self.gauge.end()
-        self.pipeline.begin(due)
-        for unit in self.units:
-            self.stage.stale(unit)
+        with self.residency.changing():
+            self.pipeline.begin(due)
+            for unit in self.units:
+                unit.steps += self.updates.is_due(unit.stores)
+                self.stage.stale(unit)
         if self.pool.floor < 2 * self._largest_update:
             self.pipeline.finish()  # beside the activations of a forward there would not be room for updates
         self.stage.anticipate()

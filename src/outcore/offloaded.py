@@ -43,8 +43,8 @@ def offload(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     budget: Budget | None = None,
-    precision: Precision | None = None,
-    activations: Activations | None = None,
+    precision: Precision | str | None = None,
+    activations: Activations | str | None = None,
     device: str | torch.device | None = None,
     weights: str | Path | None = None,
     units: Sequence[str] | None = None,
@@ -60,9 +60,9 @@ def offload(
         optimizer: one of outcore's, made from the model's parameters. Without one, parameters are streamed for
             inference.
         budget: bytes per tier. By default what the machine leaves free, and no disk.
-        precision: the dtype to compute in; bf16 with fp32 masters by default.
-        activations: whether blocks keep, recompute or offload what backward needs. By default they keep it if the
-            budgets hold that for the first batch, and recompute it otherwise; the result is the same to the bit.
+        precision: the dtype to compute in, or its name: ``"bf16"``, with fp32 masters, by default.
+        activations: whether blocks ``"keep"``, ``"recompute"`` or ``"offload"`` what backward needs. By default they
+            keep it if the budgets hold that for the first batch, and recompute it otherwise, to the same bits.
         device: where to compute; by default the accelerator if there is one.
         weights: a directory of safetensors files to load from.
         units: names (or shell patterns) of modules to fetch as a whole, where the default is not right.

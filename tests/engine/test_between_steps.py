@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -170,14 +172,80 @@ def test_gather_between_steps(tmp_path: Path) -> None:
 
 
 def test_training_inside_gather(tmp_path: Path) -> None:
+    """Each step there is seen by the next forward, and by who reads."""
+
     def script(run: Run) -> None:
         run.train(0)
-        if run.engine is None:
-            run.train(1)
-        else:
-            with outcore.gather(run.model):
-                run.train(1)
-        run.train(2)
+        with nullcontext() if run.engine is None else outcore.gather(run.model):
+            run.train(1, 2)
+            run.log.append([p.float().sum().item() for p in run.model.parameters()])
+            run.train(3)
+        run.train(4)
+
+    same(script, tmp_path)
+
+
+@pytest.mark.emulated
+def test_training_inside_gather_of_a_device(tmp_path: Path, emu: ModuleType) -> None:
+    """The frames that are open there hold the parameters as the last step left them."""
+    losses = []
+    for inside in (False, True):
+        budget = outcore.Budget(device="64MiB", host="64MiB")
+        with (
+            spread(budget=budget, device=emu.NAME) as run,
+            outcore.gather(run.model) if inside else nullcontext(),
+        ):
+            for step in range(3):
+                loss = run.model(floats(step).to(emu.NAME)).float().square().mean()
+                run.optimizer.backward(loss)
+                run.step()
+                losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+
+
+def test_a_rate_in_a_tensor_is_taken_at_the_call(tmp_path: Path) -> None:
+    """As `torch.optim.lr_scheduler` does, which changes it in place."""
+
+    def script(run: Run) -> None:
+        rate = torch.tensor(1e-2)
+        run.optimizer.param_groups[0]["lr"] = rate
+        for step in range(4):
+            run.train(step)
+            rate.mul_(0.1)
+        run.train(9)
+
+    same(script, tmp_path)
+
+
+def test_backward_of_what_a_step_has_changed_is_refused(tmp_path: Path) -> None:
+    """torch says so, too, of a graph whose parameters changed in place."""
+    with spread(budget=outcore.Budget(host="4MiB", disk=tmp_path)) as run:
+        first, second = run.loss(0), run.loss(1)
+        run.optimizer.backward(first)
+        run.step()
+        with pytest.raises(
+            outcore.errors.StateError, match="changed by an optimizer step since this forward"
+        ):
+            run.optimizer.backward(second)
+        run.optimizer.zero_grad()
+        run.train(2, 3)
+        assert run.engine is not None
+        assert_idle(run.engine)
+
+
+def test_a_backward_that_a_step_left_alone_goes_on(tmp_path: Path) -> None:
+    """Only what had a gradient is changed."""
+
+    def script(run: Run) -> None:
+        x = run.cast(floats(0) @ torch.ones(32, 160) / 9).requires_grad_()
+        first = run.model.blocks[0](x).float().square().mean()
+        second = run.model.blocks[1](x).float().square().mean()
+        first.backward()
+        run.step()
+        second.backward()
+        run.step()
+        run.log += [first.item(), second.item()]
+        run.train(1)
 
     same(script, tmp_path)
 

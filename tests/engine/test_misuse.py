@@ -18,6 +18,7 @@ import outcore
 from engine.twin import Run, assert_idle, floats, same, seeded, small, spread
 from exact.shapes import Stack
 from outcore.errors import BudgetError, ModelError, OutcoreError, StateError, UsageError
+from outcore.offloaded import engine_of
 
 ROOMY = outcore.Budget(host="256MiB")
 
@@ -60,6 +61,33 @@ def test_a_released_model_is_offloaded_again_with_weights_alone(tmp_path: Path) 
     outcore.offload(model, budget=ROOMY, weights=tmp_path)
     with torch.no_grad():
         assert torch.equal(model(floats(1)), before)
+    outcore.release(model)
+
+
+def test_policies_are_named_in_words_and_wrong_words_are_refused() -> None:
+    model = seeded(small)
+    with pytest.raises(UsageError, match="unknown precision 'half'"):
+        outcore.offload(model, budget=ROOMY, precision="half")
+    with pytest.raises(UsageError, match="drop"):
+        outcore.offload(model, budget=ROOMY, activations="drop")
+    outcore.offload(model, budget=ROOMY, precision="fp32", activations="recompute")
+    engine = engine_of(model)
+    assert engine.precision == outcore.Precision("fp32")
+    assert engine.activations == outcore.Activations("recompute")
+    outcore.release(model)
+
+
+def test_a_gradient_that_nobody_takes_is_said_once() -> None:
+    """Of a parameter of another optimizer, or where `offload` got none."""
+    model = seeded(small)
+    torch.nn.init.zeros_(model.head.bias)
+    optimizer = outcore.AdamW([p for name, p in model.named_parameters() if "blocks" in name])
+    outcore.offload(model, optimizer, budget=ROOMY)
+    loss = model(floats(0)).float().square().mean()
+    with pytest.warns(RuntimeWarning, match="has a gradient that nobody takes"):
+        optimizer.backward(loss)
+    optimizer.step()
+    optimizer.backward(model(floats(1)).float().square().mean())  # a second one would be an error
     outcore.release(model)
 
 

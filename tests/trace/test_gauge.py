@@ -11,6 +11,7 @@ from torch import nn
 import outcore
 from outcore.errors import BudgetError
 from outcore.offloaded import engine_of
+from outcore.trace.gauge import MeteredGauge
 
 
 def model() -> nn.Module:
@@ -57,6 +58,34 @@ def test_larger_inputs_are_measured_anew(tmp_path: Path) -> None:
     assert peaks[1] >= 32 * 20_000 * 4
     assert peaks[2] == peaks[1]
     outcore.release(whole)
+
+
+def test_as_many_elements_in_another_shape_are_measured_anew(tmp_path: Path) -> None:
+    """Scores grow with the square of a length. A shape that was measured, or is covered by one, isn't again."""
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.up(x)
+            return ((x @ x.transpose(1, 2)).softmax(-1) @ x).square().mean()
+
+    net = Scores()
+    optimizer = outcore.SGD(net.parameters())
+    outcore.offload(net, optimizer, budget=outcore.Budget(host="4MiB", disk=tmp_path), precision="fp32")
+    gauge = engine_of(net).gauge
+    assert isinstance(gauge, MeteredGauge)
+    measured = []
+    for shape in ((64, 8), (1, 512), (32, 16), (64, 8), (1, 512), (1, 256), (16, 16), (64, 9)):
+        optimizer.backward(net(torch.randn(*shape, 8)))
+        measured.append(gauge._meter is not None)
+        optimizer.step()
+    assert measured == [True, True, True, False, False, False, False, True]
+    with pytest.raises(BudgetError):
+        net(torch.randn(1, 2048, 8))
+    outcore.release(net)
 
 
 def test_an_input_too_large_is_refused_and_the_next_one_runs(tmp_path: Path) -> None:

@@ -13,6 +13,14 @@ from outcore.memory.host import reserve
 from outcore.trace.schedule import Schedule
 
 
+def test_laps_in_a_row_are_counted_so_far_and_no_further() -> None:
+    """A plain loop has a million of them, and a record for each would be kept for good."""
+    schedule = Schedule()
+    for _ in range(3 * Schedule.IN_A_ROW):
+        schedule.begin("lap")
+    assert len(schedule._follows) <= Schedule.IN_A_ROW + 1
+
+
 @pytest.fixture(scope="module")
 def chunks() -> list[Chunk]:
     return [Chunk(Kind.PARAMETER, f"c{i}", reserve(4096)) for i in range(8)]

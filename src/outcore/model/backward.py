@@ -20,6 +20,7 @@ class Call:
 
     Attributes:
         around: the call within which this one happened, if any.
+        steps: how many optimizer steps had changed each of its units when it happened.
         first_node: the number of the first graph node that the call may have made.
         nodes: how many nodes of the call are watched for its end.
         reached: how many of them have run in the current backward pass.
@@ -28,9 +29,13 @@ class Call:
     units: tuple[Unit, ...]
     first_node: int
     around: Call | None
+    steps: tuple[int, ...] = field(init=False)
     nodes: int = field(default=0, init=False)
     reached: int = field(default=0, init=False)
     open: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = tuple(unit.steps for unit in self.units)
 
 
 class BackwardPass:
@@ -93,6 +98,12 @@ class BackwardPass:
         self.start()
         if call.open:
             return
+        for unit, steps in zip(call.units, call.steps, strict=True):
+            if unit.steps != steps:
+                raise StateError(
+                    f"{unit.name} was changed by an optimizer step since this forward: backward would mix its old "
+                    "activations with new parameters; call backward() before step(), or the model again"
+                )
         around = set(_enclosing(call))
         for other in [c for c in self._open if c.reached and c not in around]:
             self._leave(other)  # nodes it waits for are not part of this pass

@@ -17,10 +17,11 @@ from outcore.model.trees import change_tensors, tensors_of
 from outcore.optim.updates import Updates
 from outcore.parallel.ranks import Ranks
 from outcore.trace.clock import Clock
+from outcore.trace.extents import Extents, extents_of
 from outcore.trace.gauge import Gauge
 
-Before = Callable[[tuple[Any, ...], dict[str, Any], int], None]
-"""Takes the arguments of a forward and the elements of its inputs."""
+Before = Callable[[tuple[Any, ...], dict[str, Any], Extents], None]
+"""Takes the arguments of a forward and the shapes of its inputs."""
 
 TRAINING = ("forward", True, True)
 """The key of a forward with gradients, of a model in training."""
@@ -86,14 +87,14 @@ class Laps:
             self._backward.abandon_calls()
         self._depth += 1
         if self._depth == 1 and not self._backward.running:
-            size = sum(tensor.numel() for tensor in tensors_of((args, kwargs)))
+            inputs = extents_of(tensors_of((args, kwargs)))
             self._backward.reset()  # of a pass that raised
             key = ("forward", torch.is_grad_enabled(), module.training)
             if key == TRAINING:
                 self._gauge.end()  # of a lap before, whose meter would see what this computes
-                self._before(args, kwargs, size)
+                self._before(args, kwargs, inputs)
             with self._ranks.telling("the beginning of a forward"):
-                self._gauge.begin(key, size)
+                self._gauge.begin(key, inputs)
                 self._clock.lap((*key, self._updates.outstanding))  # then updates come between the units
         moved: dict[int, torch.Tensor] = {}
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal
 
 import torch
@@ -46,6 +46,7 @@ class Residency:
         self._saved = saved
         self._uses: dict[Unit, AbstractContextManager[None]] = {}
         self._views: dict[Unit, Sequence[torch.Tensor]] = {}
+        self._staged: set[Unit] = set()
 
     def enter(self, unit: Unit, phase: Phase) -> None:
         """Open a unit: its parameters have their values until the matching `leave`."""
@@ -73,6 +74,7 @@ class Residency:
         self._updates.settle(unit.stores)
         self._clock.tick((phase, unit.index), needs)
         self._stage.open(unit)
+        self._staged.add(unit)
         if phase == "backward":
             self._saved.opened(unit)
         if unit not in self._views:
@@ -94,5 +96,22 @@ class Residency:
             for binding in unit.bindings:
                 binding.parameter.data = binding.resting
             self._uses.pop(unit).__exit__(None, None, None)
-            self._stage.close(unit)
+            self._put_down(unit)
             self._gauge.window(("closed", unit.index))
+
+    def _put_down(self, unit: Unit) -> None:
+        if unit in self._staged:
+            self._staged.remove(unit)
+            self._stage.close(unit)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Inside, parameters change: what is open is put down, and taken up again as the step leaves it."""
+        held = [unit for unit in self._uses if unit in self._staged]
+        for unit in held:
+            self._put_down(unit)
+        yield
+        for unit in held:
+            self._updates.settle(unit.stores)
+            self._stage.open(unit)  # where it was: see [Note: Stable addresses] in `outcore.model.stage`
+            self._staged.add(unit)

@@ -55,6 +55,7 @@ class Unit:
 
     Attributes:
         opened: how many guards hold it open; its parameters point at real values while it is above 0.
+        steps: how many optimizer steps changed it.
     """
 
     index: int
@@ -62,6 +63,7 @@ class Unit:
     stores: tuple[RunStore, ...]
     bindings: tuple[Binding, ...]
     opened: int = field(default=0, init=False)
+    steps: int = field(default=0, init=False)
 
     @property
     def parameter_chunks(self) -> tuple[Chunk, ...]:

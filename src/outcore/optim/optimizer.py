@@ -6,6 +6,7 @@ same kernels: that is the reference every placement is compared with.
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -187,7 +188,7 @@ class Optimizer(torch.optim.Optimizer):
         present = work.present()
         for index in present:
             self._steps[index] = self._steps.get(index, 0) + 1
-        hyper = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        hyper = [{k: _kept(v) for k, v in group.items() if k != "params"} for group in self.param_groups]
         work.apply(Due(hyper, self.group_of(), dict(self._steps), transform))
         return loss
 
@@ -253,6 +254,11 @@ class Optimizer(torch.optim.Optimizer):
         raise StateError(
             "an optimizer's state can't be loaded by load_state_dict(): use outcore.save and outcore.load"
         )
+
+
+def _kept(value: Any) -> Any:
+    """A hyperparameter as it is now: torch's schedulers change a tensor in place."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
 
 
 def _first_in(where: str | None) -> str:

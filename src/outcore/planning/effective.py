@@ -12,7 +12,7 @@ from outcore.errors import UsageError
 from outcore.memory.budget import Budget
 from outcore.memory.host import PAGE
 from outcore.memory.sizes import format_size, parse_size
-from outcore.model.policies import Activations, Precision
+from outcore.model.policies import Activations, Precision, read_activations
 from outcore.optim.optimizer import Optimizer
 from outcore.planning.kept import Kept
 
@@ -44,8 +44,8 @@ def effective(
     plan: Plan | None,
     *,
     budget: Budget | None,
-    precision: Precision | None,
-    activations: Activations | None,
+    precision: Precision | str | None,
+    activations: Activations | str | None,
     units: Sequence[str] | None,
     chunk_size: str | int | None,
     prefetch: bool,
@@ -55,6 +55,10 @@ def effective(
     Raises:
         UsageError: something contradicts the plan, or can't mean anything.
     """
+    if isinstance(precision, str):
+        precision = Precision(precision)  # type: ignore[arg-type]  # checked there
+    if isinstance(activations, str):
+        activations = read_activations(activations)
     chunk_bytes = parse_size(CHUNK if chunk_size is None else chunk_size)
     if chunk_bytes < PAGE:
         raise UsageError(f"chunk_size={chunk_size!r} is less than a page: give at least {PAGE} bytes")

@@ -67,7 +67,7 @@ class Trace:
 
     def profile(self) -> Profile:
         """The windows as the gauge of a run measures them."""
-        profile = Profile(self.tokens)
+        profile = Profile()
         for span in self.spans[1:]:
             if span.event[0] not in WITHIN:
                 profile.open(span.event)

@@ -43,6 +43,7 @@ from outcore.planning.blueprint import Blueprint
 from outcore.planning.effective import Effective
 from outcore.planning.outcome import Limits
 from outcore.planning.rehearsal import Rehearsal, rehearse
+from outcore.trace.extents import Extents, count, covers
 from outcore.trace.profile import Profile
 
 LAVISH = 16
@@ -70,11 +71,11 @@ class Prelude(Protocol):
     def known(self) -> None:
         """The first batch is one about which nothing is to be found out."""
 
-    def before(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> None:
+    def before(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Extents) -> None:
         """A forward with gradients is about to begin.
 
         Args:
-            size: elements of its inputs.
+            inputs: their shapes.
 
         Raises:
             BudgetError: its step can't fit.
@@ -90,7 +91,7 @@ class Nothing:
     def known(self) -> None:
         """Nothing to do."""
 
-    def before(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> None:
+    def before(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Extents) -> None:
         """Nothing to do."""
 
 
@@ -127,7 +128,7 @@ class _Copied:
 
 
 class Rehearsing:
-    """Rehearses the step of each batch that is larger than those before. Implements `Prelude`.
+    """Rehearses the step of each batch that those before don't cover. Implements `Prelude`.
 
     Args:
         order: the parameters in the optimizer's order.
@@ -153,7 +154,7 @@ class Rehearsing:
         self._limits = limits
         self._room = (limits.host if limits.device is None else min(limits.device, limits.host)) - states
         self._count = sum(p.numel() for p in model.parameters())
-        self._seen = 0
+        self._seen: list[Extents] = []
         self._known = self._told = False
 
     def hung(self) -> None:
@@ -162,14 +163,15 @@ class Rehearsing:
     def known(self) -> None:
         self._known = True
 
-    def before(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> None:
-        if size > self._seen:
-            self._seen = size
+    def before(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Extents) -> None:
+        if not any(covers(seen, inputs) for seen in self._seen):
+            self._seen = [*(seen for seen in self._seen if not covers(inputs, seen)), inputs]
+            size = count(inputs)
             if not self._known and LAVISH * size * (self._count + size) > self._room:
-                self._rehearse(run, args, kwargs)
+                self._rehearse(run, args, kwargs, inputs)
             self._known = False
 
-    def _rehearse(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _rehearse(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Extents) -> None:
         for way in self._ways:
             try:
                 with self._blueprint.apart(), _undisturbed():
@@ -179,7 +181,9 @@ class Rehearsing:
                     elif not found.fits(self._limits):
                         continue
             except BudgetError:
-                self._seen = 0  # the next batch may be smaller, and must be told the same if it isn't
+                self._seen.remove(
+                    inputs
+                )  # the next batch may be smaller, and must be told the same if it isn't
                 raise
             except Exception as error:  # whatever a model may raise that isn't made for this
                 self._say(error)

@@ -18,6 +18,7 @@ and counts as gone where somebody else took it down.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
@@ -26,11 +27,16 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from outcore.errors import BudgetError
 from outcore.memory.ledger import Ledger, Tier
+from outcore.trace.extents import Extents, covers
 from outcore.trace.meter import Meter
 from outcore.trace.profile import Profile
 
 ACTIVATIONS = "activations"
 """The kind of bytes that are set aside, as the ledger knows it: temporaries count among them."""
+
+
+SHAPES = 64
+"""Profiles of one kind of lap, of inputs none of which cover the others. Beyond these the oldest is measured again."""
 
 
 class Gauge(Protocol):
@@ -39,8 +45,8 @@ class Gauge(Protocol):
     def expect(self, profile: Profile) -> None:
         """A lap that nobody measured yet will take so much, as far as is known (by a step traced without values)."""
 
-    def begin(self, key: Hashable, size: int) -> None:
-        """A lap starts on inputs of ``size`` elements in all."""
+    def begin(self, key: Hashable, inputs: Extents) -> None:
+        """A lap starts on inputs of these shapes."""
 
     def window(self, key: Hashable) -> None:
         """A unit is about to be opened, or was closed."""
@@ -61,7 +67,7 @@ class Unmeasured:
     def expect(self, profile: Profile) -> None:
         pass
 
-    def begin(self, key: Hashable, size: int) -> None:
+    def begin(self, key: Hashable, inputs: Extents) -> None:
         pass
 
     def window(self, key: Hashable) -> None:
@@ -121,7 +127,7 @@ class MeteredGauge:
         self._outside = outside
         self._settled = settled
         self._tell_refused = refused
-        self._known: dict[Hashable, Profile] = {}
+        self._known: defaultdict[Hashable, list[Profile]] = defaultdict(list)
         self._profile: Profile | None = None
         self._position = 0
         self._refused = False
@@ -136,24 +142,25 @@ class MeteredGauge:
     @property
     def largest(self) -> int:
         """The highest peak of any kind of lap measured so far, in bytes."""
-        return max((known.peak for known in self._known.values()), default=0)
+        return max((known.peak for profiles in self._known.values() for known in profiles), default=0)
 
     def expect(self, profile: Profile) -> None:
         self._expected = profile
 
-    def begin(self, key: Hashable, size: int) -> None:
+    def begin(self, key: Hashable, inputs: Extents) -> None:
         self.end()
         if self._meter is not None:  # it can't end here: go on measuring
             return
-        known = self._known.get(key)
+        known = self._known[key]
         self._key = key
-        if known is not None and size <= known.size:
-            self._profile, self._position = known, 0
-            self._reserve(*known.around(0))
+        covering = [profile for profile in known if covers(profile.inputs, inputs)]
+        if covering:
+            self._profile, self._position = min(covering, key=lambda profile: profile.peak), 0
+            self._reserve(*self._profile.around(0))
             return
-        self._profile, self._position, self._refused = Profile(size), 0, False
+        self._profile, self._position, self._refused = Profile(inputs), 0, False
         self._foreseen = 0
-        self._reserve(0, 0 if known is None else known.peak)
+        self._reserve(0, max((profile.peak for profile in known), default=0))
         self._largest = 0
         modes = _get_current_dispatch_mode_stack()
         if modes and not isinstance(modes[-1], Meter):
@@ -230,9 +237,14 @@ class MeteredGauge:
             assert self._profile is not None
             self._profile.note(self._meter.take_window())
             if not self._refused:  # what did not fit is no measure for what does
-                self._known[self._key] = self._profile
+                self._learn(self._key, self._profile)
             self._over(self._meter)
         self._settled()
+
+    def _learn(self, key: Hashable, profile: Profile) -> None:
+        """What was measured with inputs that these cover isn't needed any more."""
+        others = [known for known in self._known[key] if not covers(profile.inputs, known.inputs)]
+        self._known[key] = [*others[1 - SHAPES :], profile]
 
     def _over(self, meter: Meter) -> None:
         self._reserve(meter.live, meter.live)

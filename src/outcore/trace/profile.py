@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from outcore.trace.extents import Extents
+
 AHEAD = 6
 """Windows whose needs are kept free of what is read ahead."""
 
@@ -19,12 +21,12 @@ class Profile:
     """One kind of lap.
 
     Attributes:
-        size: elements of the inputs it was measured with.
+        inputs: shapes of the inputs it was measured with.
         keys: what opened each window.
         peaks: bytes allocated in each window at its peak.
     """
 
-    size: int
+    inputs: Extents = ()
     keys: list[Hashable] = field(default_factory=lambda: [None])
     peaks: list[int] = field(default_factory=lambda: [0])
 

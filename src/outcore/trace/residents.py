@@ -96,10 +96,10 @@ class Residents(Belady):
         self._kept: frozenset[Chunk] = frozenset()
 
     def _rank(self, chunk: Chunk) -> Rank:
-        return chunk in self._kept, *super()._rank(chunk)
+        return chunk not in self._kept, *super()._rank(chunk)
 
     def _is_beyond(self, rank: Rank, beyond: int) -> bool:
-        return (beyond < 0 or not rank[0]) and super()._is_beyond(rank[1:], beyond)
+        return (beyond < 0 or bool(rank[0])) and super()._is_beyond(rank[1:], beyond)
 
     def _revised(self) -> Iterable[Chunk] | None:
         revised = super()._revised()

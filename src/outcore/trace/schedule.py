@@ -79,6 +79,9 @@ class Schedule:
         epoch: counts how often the forecast changed.
     """
 
+    IN_A_ROW = 1024
+    """Laps of one key in a row that are told apart: more micro-batches than that end where nobody foresees it."""
+
     HORIZON = 4
     """Laps beyond the current one in which a next use is looked for."""
 
@@ -114,12 +117,16 @@ class Schedule:
         if self._key is not None:
             self._follows[self._key, self._count] = key
             self._latest[self._key] = key
-        self._count = self._count + 1 if key == self._key else 0
+        self._count = self._counted(self._count, self._key, key)
         self._key = key
         self._cursor = 0
         self._seen = []
         self._missed = False
         self._foresee()
+
+    def _counted(self, count: int, key: Hashable, follower: Hashable) -> int:
+        """How many laps of its key came right before a follower. A run of millions keeps no more of them."""
+        return min(count + 1, self.IN_A_ROW) if follower == key else 0
 
     def _finish(self) -> None:
         if self._key is None or not self._seen:
@@ -197,7 +204,7 @@ class Schedule:
             follower = self._follows.get((key, count), self._latest.get(key))
             if follower is None:
                 break
-            count = count + 1 if follower == key else 0
+            count = self._counted(count, key, follower)
             key = follower
         self._fulfilled = {key: self._find(key) for key in self._fulfilled}
         self._excused = {number for number in self._fulfilled.values() if number is not None}
