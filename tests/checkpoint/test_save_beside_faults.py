@@ -66,10 +66,10 @@ def descriptors() -> int:
     ("kind", "forever", "absent"),
     [
         ("EIO", False, False),
-        ("EIO", True, True),
-        ("ENOSPC", False, True),
+        pytest.param("EIO", True, True, marks=pytest.mark.slow),
+        pytest.param("ENOSPC", False, True, marks=pytest.mark.slow),
         ("ENOSPC", True, False),
-        ("short", False, False),
+        pytest.param("short", False, False, marks=pytest.mark.slow),
         ("short", True, True),
     ],
 )

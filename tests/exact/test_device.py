@@ -16,7 +16,7 @@ from exact.devices import Device
 from exact.families import FAMILIES
 from exact.reference import Loop, Result, in_memory, offloaded
 from exact.shapes import SHAPES, Shape
-from exact.test_matrix import adamw
+from exact.test_matrix import CROSSED, adamw
 from outcore.errors import BudgetError
 from outcore.memory.sizes import parse_size
 
@@ -48,8 +48,7 @@ def on_device(
 
 
 @ALL
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(("accumulate", "clip"), CROSSED)
 def test_placement(shape: Shape, accumulate: int, clip: float | None, device: Device, tmp_path: Path) -> None:
     loop = Loop(accumulate=accumulate, clip=clip)
     expected = device.reference(shape, loop, adamw)

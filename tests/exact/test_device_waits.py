@@ -33,7 +33,11 @@ def emulated(shape: Shape, loop: Loop, disk: Path, device: str = "8MiB", host: s
     return offloaded(shape, loop, adamw, device="emu", budget=budget, chunk_size="128KiB")
 
 
-@pytest.mark.parametrize("shape", SHAPES[:10], ids=lambda shape: shape.name)
+@pytest.mark.parametrize(
+    "shape",
+    [*SHAPES[:4], *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES[4:10])],
+    ids=lambda shape: shape.name,
+)
 def test_late_copies(shape: Shape, emu: ModuleType, tmp_path: Path) -> None:
     """Twenty orders of arrival for each shape: every copy is late by a random time."""
     loop = Loop(steps=2, accumulate=2)

@@ -20,9 +20,17 @@ def adamw(params: Any) -> outcore.AdamW:
     return outcore.AdamW(params, lr=1e-2, weight_decay=0.1)
 
 
+CROSSED = [
+    (1, None),
+    (4, 0.5),
+    pytest.param(1, 0.5, marks=pytest.mark.slow),
+    pytest.param(4, None, marks=pytest.mark.slow),
+]
+"""Accumulation and clipping: each with each, of which every run takes all values and `make test-slow` all pairs."""
+
+
 @ALL
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(("accumulate", "clip"), CROSSED)
 def test_placement(shape: Shape, accumulate: int, clip: float | None, tmp_path: Path) -> None:
     loop = Loop(accumulate=accumulate, clip=clip)
     expected = in_memory(shape, loop, adamw)

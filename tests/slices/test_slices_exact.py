@@ -52,7 +52,7 @@ IGNORED = pytest.mark.filterwarnings("ignore:the loss of:UserWarning")
 
 @IGNORED
 @ALL
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_placement(shape: Shape, accumulate: int, tmp_path: Path) -> None:
     """Slices of two rows, the last of one, against the same slices in memory."""
     shape, loop = enlarged(shape), Loop(accumulate=accumulate)
@@ -65,7 +65,7 @@ def test_placement(shape: Shape, accumulate: int, tmp_path: Path) -> None:
 
 @IGNORED
 @ALL
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_placement_on_a_device(shape: Shape, accumulate: int, device: Device, tmp_path: Path) -> None:
     """Sums in fp32 come down from the device as they are."""
     shape, loop = enlarged(shape), Loop(accumulate=accumulate)
