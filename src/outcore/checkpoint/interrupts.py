@@ -37,6 +37,10 @@ from outcore.errors import UsageError
 GRACE = 300.0
 """Seconds that a run has, from the signal on, to finish its step and save."""
 
+ECHO = 0.5
+"""Seconds in which another SIGTERM is the same one: who stops a job signals its processes, and a launcher among them
+passes it on. At a terminal it is SIGINT, and there a second one is meant."""
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _current: Interrupts | None = None
@@ -54,9 +58,10 @@ class Interrupts:
                     checkpoints.save(step, model, optimizer, extra=...)
                     break
 
-    A second signal ends the process at once, and so does the end of the grace, with exit code 130 (SIGINT) or 143
-    (SIGTERM). Once there was a signal it stays in charge after the block, until the process ends. Workers that are
-    forked meanwhile are not reached by a signal to the process group. Outside the main thread it does nothing.
+    A second signal ends the process at once (a SIGTERM right after another is taken for the same), and so does the end
+    of the grace, with exit code 130 (SIGINT) or 143 (SIGTERM). Once there was a signal it stays in charge after the
+    block, until the process ends. Workers that are forked meanwhile are not reached by a signal to the process group.
+    Outside the main thread it does nothing.
 
     Args:
         grace: seconds from the first signal to the end of the process at the latest; ``None`` for no end.
@@ -135,6 +140,7 @@ class Interrupts:
 
     def _watch(self, read: int) -> None:
         end: float | None = None
+        asked = -math.inf
         selector = selectors.PollSelector()  # select() knows no descriptor above 1023
         selector.register(read, selectors.EVENT_READ)
         while True:
@@ -149,10 +155,12 @@ class Interrupts:
                 continue
             name = signal.Signals(got[0]).name
             if self._said.is_set():
+                if got[0] == signal.SIGTERM and time.monotonic() - asked < ECHO:
+                    continue
                 self._leave(got[0], f"{name} again: stopped at once")
-            self._asked = self._asked or got[0]
+            self._asked, asked = self._asked or got[0], time.monotonic()
             if self._grace is not None:
-                end = time.monotonic() + self._grace
+                end = asked + self._grace
             within = "" if self._grace is None else f" within {self._grace:g} s"
             _say(f"{name}: stopping at the end of {self._ending}{within}; once more to stop at once")
             self._said.set()

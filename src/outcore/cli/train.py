@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -290,7 +291,9 @@ def _interrupts(settings: Settings, patient: bool) -> Interrupts:
 
     if not patient:
         return outcore.Interrupts(None, "this pass")
-    interrupts = outcore.Interrupts(GRACE if settings.grace is None else settings.grace, "this step")
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    ending = "this step (torchrun waits for it 30 s, or its --shutdown-timeout)" if launched else "this step"
+    interrupts = outcore.Interrupts(GRACE if settings.grace is None else settings.grace, ending)
     interrupts.hint = f"resume with: {command(settings)}"
     return interrupts
 
