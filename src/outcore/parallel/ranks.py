@@ -22,19 +22,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from outcore.errors import (
-    CheckpointError,
-    CorruptionError,
-    DiskFullError,
-    DiskReadError,
-    DiskWriteError,
-    ModelError,
-    OutcoreError,
-    PeerError,
-    StateError,
-    UsageError,
-)
+from outcore.errors import PeerError, StateError, UsageError
 from outcore.memory.ledger import WIRE, Ledger
+from outcore.parallel import told
 from outcore.parallel.header import BITS, SIZE, Header, compare
 from outcore.parallel.rollcall import Life, RollCall
 from outcore.parallel.sharding import Sharding
@@ -237,13 +227,12 @@ class World:
         if isinstance(fault, PeerError):
             raise fault
         self.agree(doing)
-        said = "" if fault is None else f"{type(fault).__name__}: {fault}"
-        found = self.all_bytes(said.encode("utf-8", "replace"), doing)
+        found = self.all_bytes(b"" if fault is None else told.pack(fault), doing)
         if fault is not None:
             raise fault
-        for rank, other in enumerate(found):
-            if other:
-                raise _told(rank, doing, other.decode("utf-8", "replace"))
+        for rank, said in enumerate(found):
+            if said:
+                raise told.raised(rank, doing, said)
 
     def _lost(self, doing: str, heard: str) -> PeerError:
         """A connection broke: who is missing. This rank's other connections are broken too."""
@@ -336,27 +325,6 @@ def _members(sharding: Sharding) -> tuple[list[int], list[list[int]]]:
         return everyone, [everyone]
     table = sharding.mesh.mesh.reshape(-1, sharding.mesh.mesh.shape[-1])
     return table.reshape(-1).tolist(), table.tolist()
-
-
-_KINDS: tuple[type[OutcoreError], ...] = (
-    UsageError,
-    ModelError,
-    StateError,
-    CheckpointError,
-    CorruptionError,
-    DiskFullError,
-    DiskReadError,
-    DiskWriteError,
-)
-
-
-def _told(rank: int, doing: str, said: str) -> OutcoreError:
-    """What another rank raised, as this one raises it."""
-    name, _, text = said.partition(": ")
-    for kind in _KINDS:
-        if kind.__name__ == name:
-            return kind(f"rank {rank}: {text}")
-    return PeerError(rank, doing, f"rank {rank} failed in {doing}: {said}")
 
 
 _worlds = 0
