@@ -24,7 +24,7 @@ SHAPE = DROPOUT
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[nn.Module, outcore.Optimizer]]:
     """A run after one step, with small files so that there are several, and a first checkpoint."""
-    monkeypatch.setattr(pieces, "FILE_BYTES", 400_000)
+    monkeypatch.setattr(pieces, "FILE_BYTES", 1_500_000)
     seed_all(1)
     with offloaded(SHAPE, chunk_size="1MiB") as (model, optimizer):
         train(model, optimizer, SHAPE, range(1))

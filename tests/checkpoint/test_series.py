@@ -123,3 +123,49 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -
         outcore.save(tmp_path / "two", model, optimizer)
         assert not alive.exists()
         assert (elsewhere / "parameters-00001.safetensors").exists()
+
+
+def damage(path: Path) -> None:
+    """A byte of a tensor is another: only reading it shows that."""
+    flip(path / "moments-00001.safetensors")
+
+
+def test_what_was_passed_over_takes_no_place(tmp_path: Path) -> None:
+    """A run that went back keeps as many as it is to, beside those that it has yet to come by."""
+    checkpoints = outcore.Checkpoints(tmp_path, keep=2)
+    with offloaded(STACK) as (model, optimizer):
+        seen = []
+        for step in (100, 200):
+            checkpoints.save(step, model, optimizer, wait=True)
+        damage(checkpoints.path(200))
+        with pytest.warns(RuntimeWarning, match="passed over"):
+            assert checkpoints.restore(model, optimizer) == (100, None)
+        for step in (110, 120, 130):
+            checkpoints.save(step, model, optimizer, wait=True)
+            seen.append(checkpoints.steps())
+        assert seen == [[100, 110, 200], [110, 120, 200], [120, 130, 200]]
+        # in another process, which has not seen the damage, later steps take no place either
+        again = outcore.Checkpoints(tmp_path, keep=2)
+        again.save(140, model, optimizer, wait=True)
+        assert again.steps() == [130, 140, 200]
+        checkpoints.save(200, model, optimizer, wait=True)
+        assert checkpoints.steps() == [140, 200]
+        outcore.verify(checkpoints.path(200))
+        checkpoints.save(210, model, optimizer, wait=True)
+        assert checkpoints.steps() == [200, 210]
+
+
+def test_what_was_passed_over_goes_with_what_is_as_old(tmp_path: Path) -> None:
+    """A run that does not come by its step again keeps it no longer than good ones."""
+    checkpoints = outcore.Checkpoints(tmp_path, keep=2)
+    with offloaded(STACK) as (model, optimizer):
+        seen = []
+        for step in (100, 150):
+            checkpoints.save(step, model, optimizer, wait=True)
+        damage(checkpoints.path(150))
+        with pytest.warns(RuntimeWarning, match="passed over"):
+            checkpoints.restore(model, optimizer)
+        for step in (140, 160, 180):
+            checkpoints.save(step, model, optimizer, wait=True)
+            seen.append(checkpoints.steps())
+        assert seen == [[100, 140, 150], [140, 150, 160], [160, 180]]

@@ -13,6 +13,8 @@ import torch
 
 import outcore
 from checkpoint.faulty_files import FaultyFiles
+from checkpoint.test_descriptors import FEW, Counting, of
+from outcore.checkpoint import descriptors, pieces
 from outcore.checkpoint import files as seam
 from outcore.checkpoint.files import Files
 from outcore.errors import CheckpointError, DiskFullError
@@ -198,3 +200,36 @@ def test_a_damaged_stretch_is_found(two: Team, tmp_path: Path) -> None:
         for outcome in two.run(again, tmp_path, stage="gradients", copy="never"):
             assert outcome.error is not None
             assert outcome.error[0] == "CheckpointError"
+
+
+def many_files(place: Place) -> tuple[int, set[int], list[str]]:
+    """Each tensor has a file of its own: the most that were open, how often they were synced, and which."""
+    files = Counting()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "FILE_BYTES", 1)
+        patch.setattr(descriptors, "MOST", FEW)
+        patch.setattr(seam, "SYSTEM", files)
+        model = stack()
+        optimizer = offloaded(model, Way(place.settings["stage"]), place)
+        train(model, optimizer, Way(steps=1), place)
+        outcore.save(place.path / "saved", model, optimizer)
+        most = files.most
+        outcore.load(place.path / "saved", model, optimizer)
+        assert files.most <= 2 * FEW + 1
+        outcore.release(model)
+    synced = [name for operation, name in files.calls if operation == "sync"]
+    return most, of(files, "sync"), synced
+
+
+@pytest.mark.parametrize("stage", ["parameters", "none"])
+def test_few_files_are_open_and_each_rank_makes_each_durable_once(
+    stage: str, two: Team, tmp_path: Path
+) -> None:
+    first, second = values(two.run(many_files, tmp_path, stage=stage))
+    kept = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert len(kept) > 40
+    assert set(first[2]) == kept
+    assert first[1] == second[1] == {1}
+    assert first[0] <= 2 * FEW + 1  # where the first rank writes what is small, and where all write the rest
+    assert second[0] <= FEW
+    outcore.verify(tmp_path / "saved")

@@ -150,12 +150,12 @@ class Layout:
     """Distributes tensors over files; files are named after what they hold, ``parameters-00001.safetensors``.
 
     Args:
-        file_bytes: a file takes no further tensor once it is this large.
+        file_bytes: a file takes no further tensor once it is this large; by default `FILE_BYTES`.
         metadata: strings that each header carries.
     """
 
-    def __init__(self, file_bytes: int = FILE_BYTES, metadata: Mapping[str, str] | None = None) -> None:
-        self._file_bytes = file_bytes
+    def __init__(self, file_bytes: int | None = None, metadata: Mapping[str, str] | None = None) -> None:
+        self._file_bytes = FILE_BYTES if file_bytes is None else file_bytes
         self._metadata = metadata
         self._files: dict[str, list[PieceFile]] = {}
         self._keys: set[tuple[str, str]] = set()

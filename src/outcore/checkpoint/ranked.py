@@ -3,14 +3,14 @@
 [Note: Who writes]
 The first rank makes the folder and the files, and writes all that is small. Then each rank writes what it keeps to
 its place in these files, all at the same time, takes a digest of each stretch that it wrote in one go, and makes its
-bytes durable. What several ranks keep alike, they share out chunk by chunk. Once all have said that they are done the
-first rank writes the manifest, with everyone's digests, and commits. What fails on one rank is heard of by all before
-that: nothing is committed, and training can go on.
+bytes durable (the first one all files, since it began each). What several ranks keep alike, they share out chunk by
+chunk. Once all have said that they are done the first rank writes the manifest, with everyone's digests, and commits.
+What fails on one rank is heard of by all before that: nothing is committed, and training can go on.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
@@ -22,7 +22,8 @@ import xxhash
 
 from outcore.checkpoint import files as seam
 from outcore.checkpoint import rng, states
-from outcore.checkpoint.files import Files, write_all, writing
+from outcore.checkpoint.descriptors import Writable
+from outcore.checkpoint.files import Files
 from outcore.checkpoint.manifest import StoredParameter
 from outcore.checkpoint.pieces import Piece, Stretch, raw
 from outcore.checkpoint.states import PART
@@ -30,7 +31,7 @@ from outcore.checkpoint.values import decode, encode
 from outcore.chunks.pool import Access
 from outcore.chunks.store import RunStore
 from outcore.engine import Engine
-from outcore.errors import CheckpointError
+from outcore.errors import CheckpointError, DiskWriteError
 from outcore.parallel.ranks import Ranks, World
 
 Found = dict[str, list[list[Any]]]
@@ -38,12 +39,16 @@ Found = dict[str, list[list[Any]]]
 
 
 class SharedFiles:
-    """Files of a checkpoint that another rank made, open for writing."""
+    """Files of a checkpoint that the first rank made.
 
-    def __init__(self, files: Files, folder: Path) -> None:
-        self._files = files
+    Args:
+        made: those that this one made; they are made durable whether it writes to them or not.
+    """
+
+    def __init__(self, files: Files, folder: Path, made: Iterable[str]) -> None:
+        self._files = Writable(files)
         self._folder = folder
-        self._open: dict[str, int] = {}
+        self._names = dict.fromkeys(made)
 
     def write(self, name: str, view: memoryview, offset: int) -> None:
         """Write all of ``view`` at an offset of a file.
@@ -52,16 +57,16 @@ class SharedFiles:
             CheckpointError: this rank does not see the file.
             DiskFullError, DiskWriteError: the system refused.
         """
+        self._names[name] = None
         path = self._folder / name
-        if name not in self._open:
-            with writing(path):
-                try:
-                    self._open[name] = self._files.open_to_write(path)
-                except FileNotFoundError as error:
-                    raise CheckpointError(
-                        f"{path} is not there: all ranks must see the directory that the first one saves to"
-                    ) from error
-        write_all(self._files, self._open[name], view, offset, path)
+        try:
+            self._files.write(path, view, offset)
+        except DiskWriteError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            raise CheckpointError(
+                f"{path} is not there: all ranks must see the directory that the first one saves to"
+            ) from error
 
     def finish(self) -> None:
         """Make what was written durable.
@@ -69,15 +74,11 @@ class SharedFiles:
         Raises:
             DiskFullError, DiskWriteError: the system refused.
         """
-        for name, fd in self._open.items():
-            with writing(self._folder / name):
-                self._files.sync(fd)
-        self.close()
+        for name in self._names:
+            self._files.finish(self._folder / name)
 
     def close(self) -> None:
-        while self._open:
-            with contextlib.suppress(OSError):
-                self._files.close(self._open.popitem()[1])
+        self._files.close()
 
 
 class Stretches:
@@ -115,18 +116,21 @@ class Stretches:
 
 
 @torch.no_grad()
-def write_own(engine: Engine, folder: Path, parameters: Mapping[str, StoredParameter]) -> Found:
+def write_own(
+    engine: Engine, folder: Path, parameters: Mapping[str, StoredParameter], made: Iterable[str]
+) -> Found:
     """Write what this rank keeps, and of what others keep too its part; all of it is durable then.
 
     Args:
         folder: where the first rank made the files.
         parameters: where everything goes, by name.
+        made: the files that this rank made.
 
     Raises:
         CheckpointError, DiskFullError, DiskWriteError: as `SharedFiles.write`.
     """
     assert isinstance(engine.ranks, World)
-    shared = SharedFiles(seam.SYSTEM, folder)
+    shared = SharedFiles(seam.SYSTEM, folder, made)
     values = {name: Stretches(stored.value, shared) for name, stored in parameters.items()}
     moments = {
         name: {moment: Stretches(piece, shared) for moment, piece in stored.moments.items()}

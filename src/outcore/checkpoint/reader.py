@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from outcore.checkpoint import files as seam
+from outcore.checkpoint.descriptors import Readable
 from outcore.checkpoint.files import Files, read_all, reading
 from outcore.checkpoint.manifest import LIMIT, NAME, Manifest, parse
 from outcore.checkpoint.pieces import Piece, digest, raw
@@ -59,9 +60,8 @@ PART = 1 << 20
 class Source:
     """Reads one tensor from its first element to its last, and compares the digest of each stretch at its end."""
 
-    def __init__(self, files: Files, fd: int, path: Path, piece: Piece) -> None:
+    def __init__(self, files: Readable, path: Path, piece: Piece) -> None:
         self._files = files
-        self._fd = fd
         self._path = path
         self._piece = piece
         self._done = 0
@@ -77,7 +77,7 @@ class Source:
         """
         tensor = torch.empty(count, dtype=self._piece.dtype)
         view = raw(tensor)
-        read_all(self._files, self._fd, view, self._piece.start + self._done, self._path)
+        self._files.read(self._path, view, self._piece.start + self._done)
         while len(view):
             view = view[self._verify(view) :]
         return tensor
@@ -129,16 +129,15 @@ class Source:
 
 
 class Reader:
-    """The open files of a checkpoint, all of them present, of the right length and with intact headers."""
+    """The files of a checkpoint, all of them present, of the right length and with intact headers."""
 
     def __init__(self, files: Files, path: Path, manifest: Manifest) -> None:
         self.manifest = manifest
-        self._files = files
+        self._files = Readable(files)
         self._path = path
-        self._open: dict[str, int] = {}
 
     def check(self) -> None:
-        """Open everything.
+        """Look at each file, one after the other.
 
         Raises:
             CheckpointError: a file is missing, has another length, or a damaged header.
@@ -146,25 +145,20 @@ class Reader:
         """
         for name, stored in self.manifest.files.items():
             place = self._path / name
-            with reading(place):
-                fd = self._files.open(place)
-                self._open[name] = fd
-                size = self._files.size(fd)
+            size = self._files.size(place)
             if size != stored.nbytes:
                 raise CheckpointError(f"{place} has {size:,} bytes and should have {stored.nbytes:,}")
             header = bytearray(stored.header)
-            read_all(self._files, fd, memoryview(header), 0, place)
+            self._files.read(place, memoryview(header), 0)
             if digest(bytes(header)) != stored.digest:
                 raise CheckpointError(f"{place} is damaged: its header is not the one that was saved")
 
     def source(self, piece: Piece) -> Source:
         """Where a tensor is read."""
-        return Source(self._files, self._open[piece.file], self._path / piece.file, piece)
+        return Source(self._files, self._path / piece.file, piece)
 
     def close(self) -> None:
-        while self._open:
-            with contextlib.suppress(OSError):
-                self._files.close(self._open.popitem()[1])
+        self._files.close()
 
 
 @contextmanager

@@ -108,6 +108,7 @@ def _begin_together(
     """Save what several ranks keep: all of it, before this returns. How: `outcore.checkpoint.ranked`."""
     ranks, what = engine.ranks, f"the save of {target.name}"
     opened: Opened | None = None
+    made: list[str] = []
     with ExitStack() as stack:
         with ranks.together(what):
             held = _check(engine, optimizer)
@@ -117,20 +118,20 @@ def _begin_together(
             if ranks.number == 0:
                 opened = _open(target, engine, held, extra, randoms)
                 stack.enter_context(opened.folder)
-                opened.writer.begin(opened.manifest.own_pieces())
+                made = opened.writer.begin(opened.manifest.own_pieces())
         named = ranks.words(b"" if opened is None else os.fsencode(opened.place), what)
         found: Found = {}
         with ranks.together(what):
             layout = Layout()
             parameters = _plan_parameters(engine, layout, held is not None)
             layout.seal()
-            found = write_own(engine, Path(os.fsdecode(named[0])), parameters)
+            found = write_own(engine, Path(os.fsdecode(named[0])), parameters, made)
         everyones = [json.loads(said) for said in ranks.words(json.dumps(found).encode(), what)]
         with ranks.together(what):
             if opened is not None:
                 for piece in opened.manifest.own_pieces():
                     if piece.nbytes:
-                        opened.writer.completed(piece, merged(piece, everyones))
+                        piece.stretches = merged(piece, everyones)
                 opened.writer.finish(opened.manifest)
                 stack.pop_all().close()
                 after()

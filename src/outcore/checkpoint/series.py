@@ -30,7 +30,8 @@ class Checkpoints:
 
     Args:
         directory: made with the first checkpoint.
-        keep: how many to keep; older ones are removed once a new one is committed. ``None`` keeps all.
+        keep: how many to keep; older ones are removed once a new one is committed. ``None`` keeps all. Those that
+            `restore` passed over don't count, nor do those of later steps, which a run that went back comes by again.
 
     Raises:
         UsageError: ``keep`` is below 1.
@@ -41,6 +42,7 @@ class Checkpoints:
             raise UsageError(f"at least one checkpoint must be kept, not {keep}")
         self._directory = Path(directory)
         self._keep = keep
+        self._passed: set[int] = set()
         self._last: Saving | None = None
 
     def path(self, step: int) -> Path:
@@ -115,11 +117,14 @@ class Checkpoints:
             last.wait()
 
     def _remove_older(self, step: int) -> None:
-        """Remove the oldest beyond ``keep``, now that this step is committed."""
+        """Remove those before the newest ``keep``, now that this step is committed."""
+        self._passed.discard(step)
         if self._keep is not None:
-            older = [other for other in self._steps() if other != step]
-            for other in older[: max(0, len(older) + 1 - self._keep)]:
-                discard(self.path(other))
+            steps = [other for other in self._steps() if other <= step]
+            good = [other for other in steps if other not in self._passed]
+            for other in steps:
+                if other < min(good[-self._keep :]):
+                    discard(self.path(other))
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose manifest and files are there and fit together, if there is one."""
@@ -157,6 +162,7 @@ class Checkpoints:
                 return step, load(self.path(step), model, optimizer)
             except (CheckpointError, DiskReadError) as error:
                 failure = failure or error
+                self._passed.add(step)
                 warnings.warn(f"a checkpoint is passed over: {error}", RuntimeWarning, stacklevel=2)
         if failure is not None:
             raise failure

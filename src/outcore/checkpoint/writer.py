@@ -23,6 +23,7 @@ import torch
 import xxhash
 
 from outcore.checkpoint import files as seam
+from outcore.checkpoint.descriptors import Writable
 from outcore.checkpoint.files import Files, has_no_locks, write_all, writing
 from outcore.checkpoint.manifest import LIMIT, NAME, Manifest, StoredFile, write
 from outcore.checkpoint.pieces import Piece, PieceFile, Stretch, digest, raw
@@ -35,7 +36,7 @@ TEMPORARY = ".tmp-"
 class Cursor:
     """Writes one tensor from its first byte to its last."""
 
-    def __init__(self, piece: Piece, file: OpenFile) -> None:
+    def __init__(self, piece: Piece, file: BegunFile) -> None:
         self._piece = piece
         self._file = file
         self._done = 0
@@ -51,7 +52,7 @@ class Cursor:
             self._file.completed(self._piece, (Stretch(self._done, self._hash.hexdigest()),))
 
 
-class OpenFile:
+class BegunFile:
     """A file that is made when its first byte is written. Several threads may write, each tensors of its own.
 
     Args:
@@ -59,7 +60,7 @@ class OpenFile:
     """
 
     def __init__(
-        self, files: Files, folder: Path, planned: PieceFile, over: Callable[[OpenFile], None]
+        self, files: Writable, folder: Path, planned: PieceFile, over: Callable[[BegunFile], None]
     ) -> None:
         self._files = files
         self._over = over
@@ -67,7 +68,7 @@ class OpenFile:
         self._path = folder / planned.name
         self._planned = planned
         self._open = {piece for piece in planned.pieces if piece.nbytes}
-        self._fd = -1
+        self._made = False
         for piece in planned.pieces:
             if not piece.nbytes:
                 piece.stretches = (Stretch(0, digest(b"")),)
@@ -75,14 +76,13 @@ class OpenFile:
     def begin(self) -> None:
         """Make the file and write its header."""
         with self._lock:
-            if self._fd < 0:
-                with writing(self._path):
-                    self._fd = self._files.create(self._path)
-                write_all(self._files, self._fd, memoryview(self._planned.header), 0, self._path)
+            if not self._made:
+                self._files.create(self._path, memoryview(self._planned.header))
+                self._made = True
 
     def write(self, view: memoryview, offset: int) -> None:
         self.begin()
-        write_all(self._files, self._fd, view, offset, self._path)
+        self._files.write(self._path, view, offset)
 
     def completed(self, piece: Piece, stretches: tuple[Stretch, ...]) -> None:
         """A tensor is written to its end."""
@@ -95,14 +95,7 @@ class OpenFile:
 
     def finish(self) -> None:
         """Make the file durable and close it."""
-        with writing(self._path):
-            self._files.sync(self._fd)
-            self.close()
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            self._files.close(fd)
+        self._files.finish(self._path)
 
     @property
     def is_empty(self) -> bool:
@@ -121,21 +114,22 @@ class Writer:
         self._files = files
         self._folder = folder
         self._planned = planned
-        self._over: deque[OpenFile] = deque()
-        self._opened = {file.name: OpenFile(files, folder, file, self._over.append) for file in planned}
+        self._over: deque[BegunFile] = deque()
+        self._writable = Writable(files)
+        self._begun = {
+            file.name: BegunFile(self._writable, folder, file, self._over.append) for file in planned
+        }
 
     def cursor(self, piece: Piece) -> Cursor:
         """Where the bytes of a tensor go."""
-        return Cursor(piece, self._opened[piece.file])
+        return Cursor(piece, self._begun[piece.file])
 
-    def begin(self, pieces: Iterable[Piece]) -> None:
-        """Make the files of tensors that others write to."""
-        for name in dict.fromkeys(piece.file for piece in pieces if piece.nbytes):
-            self._opened[name].begin()
-
-    def completed(self, piece: Piece, stretches: tuple[Stretch, ...]) -> None:
-        """Others have written a tensor to its end."""
-        self._opened[piece.file].completed(piece, stretches)
+    def begin(self, pieces: Iterable[Piece]) -> list[str]:
+        """Make the files of tensors that others write to and make durable; returns their names."""
+        names = list(dict.fromkeys(piece.file for piece in pieces if piece.nbytes))
+        for name in names:
+            self._begun[name].begin()
+        return names
 
     def settle(self) -> None:
         """Make the files durable that are written to their end.
@@ -184,7 +178,7 @@ class Writer:
     def finish_empty(self) -> None:
         """Make the files whose tensors have no bytes, and make the folder durable."""
         self.settle()
-        for file in self._opened.values():
+        for file in self._begun.values():
             if file.is_empty:
                 file.begin()
                 file.finish()
@@ -193,9 +187,7 @@ class Writer:
 
     def close(self) -> None:
         """Close what is open still."""
-        for file in self._opened.values():
-            with contextlib.suppress(OSError):
-                file.close()
+        self._writable.close()
 
 
 @contextmanager

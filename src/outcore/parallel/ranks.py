@@ -14,6 +14,7 @@ who is missing (`outcore.parallel.rollcall`) and break their own connections, so
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -22,23 +23,17 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from outcore.errors import (
-    CheckpointError,
-    CorruptionError,
-    DiskFullError,
-    DiskReadError,
-    DiskWriteError,
-    ModelError,
-    OutcoreError,
-    PeerError,
-    StateError,
-    UsageError,
-)
+from outcore.errors import PeerError, StateError, UsageError
 from outcore.memory.ledger import WIRE, Ledger
+from outcore.parallel import told
 from outcore.parallel.header import BITS, SIZE, Header, compare
+from outcore.parallel.pulse import Pulse
 from outcore.parallel.rollcall import Life, RollCall
 from outcore.parallel.sharding import Sharding
 from outcore.parallel.wire import Wire
+
+_AT_WORK = b"\1"
+"""The bits of a rank that is not done yet with what is done together."""
 
 Spread = Callable[[int], list[tuple[int, int]]]
 
@@ -65,7 +60,7 @@ class Ranks(Protocol):
     def together(self, doing: str) -> AbstractContextManager[None]:
         """What is raised inside on one rank is raised on all of them at the end, and they can go on afterwards.
 
-        Nothing inside may wait for other ranks.
+        Nothing inside may wait for other ranks. They wait for as long as it takes: [Note: Late is not gone].
         """
 
     def agree(self, doing: str, bits: bytes = b"") -> list[bytes]:
@@ -152,6 +147,7 @@ class World:
         self.number, self.size = ranks.index(own), len(ranks)
         self.ledger: Ledger | None = None
         self._sequence = 0
+        self._speaking = threading.Lock()
         self._broken: PeerError | None = None
         timeout = timedelta(seconds=sharding.timeout)
         self._wires: list[Wire] = []
@@ -194,6 +190,10 @@ class World:
         return [header.bits for header in self._exchange(doing, "", bits)]
 
     def _exchange(self, doing: str, fault: str, bits: bytes) -> list[Header]:
+        with self._speaking:  # one word after the other, also of those that `together` says beside
+            return self._in_turn(doing, fault, bits)
+
+    def _in_turn(self, doing: str, fault: str, bits: bytes) -> list[Header]:
         if self._broken is not None:
             raise StateError(
                 f"the ranks of this model have parted: {self._broken}; start all of them again"
@@ -230,31 +230,31 @@ class World:
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
         fault: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            fault = error
-        if isinstance(fault, PeerError):
-            raise fault
-        self.agree(doing)
-        said = "" if fault is None else f"{type(fault).__name__}: {fault}"
-        found = self.all_bytes(said.encode("utf-8", "replace"), doing)
+        with Pulse(lambda: self.agree(doing, _AT_WORK), self.sharding.timeout) as pulse:
+            try:
+                yield
+            except PeerError:
+                raise
+            except Exception as error:
+                fault = error
+        if pulse.heard is not None:
+            raise pulse.heard from fault
+        while any(self.agree(doing)):  # somebody is at work
+            pass
+        found = self.all_bytes(b"" if fault is None else told.pack(fault), doing)
         if fault is not None:
             raise fault
-        for rank, other in enumerate(found):
-            if other:
-                raise _told(rank, doing, other.decode("utf-8", "replace"))
+        for rank, said in enumerate(found):
+            if said:
+                raise told.raised(rank, doing, said)
 
     def _lost(self, doing: str, heard: str) -> PeerError:
         """A connection broke: who is missing. This rank's other connections are broken too."""
         if self._broken is not None:
             return self._broken
-        missing, why = self._roll.missing(doing)
-        named = missing[0] if len(missing) == 1 else -1
-        who = f"rank {named}" if named >= 0 else "ranks " + ", ".join(map(str, missing))
-        said = f"{who} is gone" if named >= 0 else f"{who} are gone" if missing else "the ranks parted"
-        message = f"{said} in {doing}: {why} (rank {self.number} heard: {heard})"
-        self._broken = PeerError(named if named >= 0 else missing[0] if missing else -1, doing, message)
+        absence = self._roll.missing(doing)
+        message = f"{absence.said} in {doing}: {absence.why} (rank {self.number} heard: {heard})"
+        self._broken = PeerError(absence.ranks[0] if absence.ranks else -1, doing, message)
         self.leave()
         return self._broken
 
@@ -336,27 +336,6 @@ def _members(sharding: Sharding) -> tuple[list[int], list[list[int]]]:
         return everyone, [everyone]
     table = sharding.mesh.mesh.reshape(-1, sharding.mesh.mesh.shape[-1])
     return table.reshape(-1).tolist(), table.tolist()
-
-
-_KINDS: tuple[type[OutcoreError], ...] = (
-    UsageError,
-    ModelError,
-    StateError,
-    CheckpointError,
-    CorruptionError,
-    DiskFullError,
-    DiskReadError,
-    DiskWriteError,
-)
-
-
-def _told(rank: int, doing: str, said: str) -> OutcoreError:
-    """What another rank raised, as this one raises it."""
-    name, _, text = said.partition(": ")
-    for kind in _KINDS:
-        if kind.__name__ == name:
-            return kind(f"rank {rank}: {text}")
-    return PeerError(rank, doing, f"rank {rank} failed in {doing}: {said}")
 
 
 _worlds = 0

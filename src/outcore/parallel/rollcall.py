@@ -1,7 +1,8 @@
 """Who is missing, after a connection broke: a collective only says that somebody is.
 
 Each rank answers the roll call through the store of ``torch.distributed``. Of one on the same machine that does not,
-the process table says whether it has ended; one that ended by an error leaves its last words in the store.
+the process table says whether it has ended; one that ended by an error leaves its last words in the store. Who is busy
+with something else does not answer either: only of one that has ended is it said that it is gone.
 """
 
 from __future__ import annotations
@@ -47,6 +48,29 @@ class Life:
             return True
 
 
+@dataclass(frozen=True)
+class Absence:
+    """Who is missing, and what there is to say about it.
+
+    Attributes:
+        ended: whether they certainly have.
+    """
+
+    ranks: list[int]
+    ended: bool
+    why: str
+
+    @property
+    def said(self) -> str:
+        """A sentence without an end."""
+        if not self.ranks:
+            return "the ranks parted"
+        if len(self.ranks) == 1:
+            return f"rank {self.ranks[0]} " + ("is gone" if self.ended else "does not answer")
+        said = ", ".join(map(str, self.ranks))
+        return f"ranks {said} " + ("are gone" if self.ended else "do not answer")
+
+
 class RollCall:
     """Finds those that are missing.
 
@@ -63,8 +87,8 @@ class RollCall:
         self._lives = lives
         atexit.register(self._leave)
 
-    def missing(self, doing: str) -> tuple[list[int], str]:
-        """The ranks that ended, or else those that don't answer; and what there is to say about it."""
+    def missing(self, doing: str) -> Absence:
+        """The ranks that ended, or else those that don't answer."""
         others = [rank for rank in range(len(self._lives)) if rank != self._number]
         silent = others
         try:
@@ -75,15 +99,18 @@ class RollCall:
         while time.monotonic() < end:
             ended = [rank for rank in silent if self._lives[rank].has_ended()]
             if ended:
-                return ended, self._last_words(ended[0]) or "its process has ended"
+                return Absence(ended, True, self._last_words(ended[0]) or "its process has ended")
             try:
                 silent = [rank for rank in silent if not self._store.check([f"here/{rank}"])]
             except Exception:  # the rank that kept the store is gone, with all that was in it
                 others = []
             if others and not silent:
-                return [], "all ranks answer, but a connection between them broke"
+                return Absence([], False, "all ranks answer, but a connection between them broke")
             time.sleep(PAUSE)
-        return silent, f"it does not answer within {PATIENCE:g} seconds"
+        here = self._lives[self._number].host
+        alive = all(self._lives[rank].host == here for rank in silent)
+        why = "its process runs, so it is late or hangs" if alive else "it is late, or gone with its machine"
+        return Absence(silent, False, why)
 
     def _last_words(self, rank: int) -> str:
         try:

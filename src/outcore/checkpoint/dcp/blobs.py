@@ -10,6 +10,7 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from outcore.checkpoint.dcp import data
 from outcore.checkpoint.dcp.data import Made, Name, Table
 from outcore.checkpoint.dcp.metadata import Blob, Box, Stored
-from outcore.checkpoint.files import Files, read_all, reading
+from outcore.checkpoint.descriptors import Readable
 from outcore.checkpoint.pieces import raw
 from outcore.errors import CheckpointError, TierError
 
@@ -41,10 +42,10 @@ _NAMES = frozenset({_REBUILD, "collections.OrderedDict", *_STORAGES})
 
 
 class Slice(io.RawIOBase):
-    """A range of an open file, for `zipfile`; no more than `LIMIT` bytes are read at once."""
+    """A range of a file, for `zipfile`; no more than `LIMIT` bytes are read at once."""
 
-    def __init__(self, files: Files, fd: int, path: Any, blob: Blob) -> None:
-        self._files, self._fd, self._path, self._blob = files, fd, path, blob
+    def __init__(self, files: Readable, path: Path, blob: Blob) -> None:
+        self._files, self._path, self._blob = files, path, blob
         self._at = 0
 
     def seekable(self) -> bool:
@@ -71,7 +72,7 @@ class Slice(io.RawIOBase):
                 f"{self._path}: a list of contents of {count:,} bytes, and none has more than {LIMIT:,}"
             )
         found = bytearray(count)
-        read_all(self._files, self._fd, memoryview(found), self._blob.start + self._at, self._path)
+        self._files.read(self._path, memoryview(found), self._blob.start + self._at)
         self._at += count
         return bytes(found)
 
@@ -80,7 +81,7 @@ class Slice(io.RawIOBase):
 class Storage:
     """The bytes of a tensor's part: contiguous ones from ``start`` in the file, with their checksum."""
 
-    fd: int
+    path: Path
     start: int
     nbytes: int
     crc: int
@@ -93,14 +94,13 @@ class Archive:
         CheckpointError: it is none.
     """
 
-    def __init__(self, files: Files, fd: int, path: Any, blob: Blob) -> None:
-        self._files, self._fd, self._path, self._blob = files, fd, path, blob
-        with reading(path):
-            size = files.size(fd)
+    def __init__(self, files: Readable, path: Path, blob: Blob) -> None:
+        self._files, self._path, self._blob = files, path, blob
+        size = files.size(path)
         if blob.start + blob.nbytes > size:
             raise CheckpointError(f"{path} has {size:,} bytes, and a part of it is said to lie beyond")
         try:
-            with zipfile.ZipFile(Slice(files, fd, path, blob)) as archive:
+            with zipfile.ZipFile(Slice(files, path, blob)) as archive:
                 self._members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         except TierError:
             raise
@@ -128,7 +128,7 @@ class Archive:
         if info.file_size > LIMIT:
             raise self._bad(f"{name} of {info.file_size:,} bytes")
         found = bytearray(info.file_size)
-        read_all(self._files, self._fd, memoryview(found), self._start(info), self._path)
+        self._files.read(self._path, memoryview(found), self._start(info))
         if zlib.crc32(found) != info.CRC:
             raise self._damaged()
         return bytes(found)
@@ -149,7 +149,7 @@ class Archive:
         header = bytearray(30)
         if not 0 <= info.header_offset <= self._blob.nbytes - len(header):
             raise self._bad("a member lies beyond its ends")
-        read_all(self._files, self._fd, memoryview(header), self._blob.start + info.header_offset, self._path)
+        self._files.read(self._path, memoryview(header), self._blob.start + info.header_offset)
         name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
         start = info.header_offset + len(header) + name + extra
         if header[:4] != b"PK\3\4" or start + info.file_size > self._blob.nbytes:
@@ -178,7 +178,7 @@ class Archive:
         info = self._member(f"data/{place[2]}")
         if info.file_size != box.elements * stored.dtype.itemsize:
             raise self._bad(f"{info.file_size:,} bytes for {box.elements:,} elements")
-        return Storage(self._fd, self._start(info), info.file_size, info.CRC)
+        return Storage(self._path, self._start(info), info.file_size, info.CRC)
 
     def plain(self) -> Any:
         """The object, if it is of JSON's types or a tuple.
@@ -218,8 +218,8 @@ def _same(sizes: Sequence[int], found: Any, wanted: Sequence[int]) -> bool:
 class Stream:
     """A tensor's elements in order, from parts that lie one behind the other."""
 
-    def __init__(self, files: Files, path: Any, dtype: torch.dtype, storages: Sequence[Storage]) -> None:
-        self._files, self._path, self._dtype = files, path, dtype
+    def __init__(self, files: Readable, dtype: torch.dtype, storages: Sequence[Storage]) -> None:
+        self._files, self._dtype = files, dtype
         self._left = list(reversed([storage for storage in storages if storage.nbytes]))
         self._done = self._crc = 0
 
@@ -235,14 +235,14 @@ class Stream:
         while at < len(view):
             storage = self._left[-1]
             part = view[at : at + storage.nbytes - self._done]
-            read_all(self._files, storage.fd, part, storage.start + self._done, self._path)
+            self._files.read(storage.path, part, storage.start + self._done)
             self._crc = zlib.crc32(part, self._crc)
             self._done += len(part)
             at += len(part)
             if self._done == storage.nbytes:
                 if self._crc != storage.crc:
                     raise CheckpointError(
-                        f"{self._path} is damaged: a tensor's bytes have another checksum than when they were saved "
+                        f"{storage.path} is damaged: a tensor's bytes have another checksum than when they were saved "
                         "(or they were saved with torch.serialization.set_crc32_options(False))"
                     )
                 self._left.pop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -17,7 +16,8 @@ from outcore.checkpoint import states
 from outcore.checkpoint.dcp.blobs import Archive, Stream
 from outcore.checkpoint.dcp.data import LIMIT
 from outcore.checkpoint.dcp.metadata import NAME, Content, Stored, parse
-from outcore.checkpoint.files import Files, read_all, reading
+from outcore.checkpoint.descriptors import Readable
+from outcore.checkpoint.files import Files
 from outcore.checkpoint.model import end_previous, engine_with, persistent_buffers, refuse_open, refuse_ranks
 from outcore.engine import Engine
 from outcore.errors import CheckpointError, ModelError, TierError, UsageError
@@ -72,12 +72,11 @@ def from_dcp(
 
 
 class Directory:
-    """The checked metadata and the open files."""
+    """The checked metadata, and the files."""
 
     def __init__(self, files: Files, path: Path) -> None:
-        self._files = files
+        self._files = Readable(files)
         self._path = path
-        self._open: dict[str, int] = {}
         try:
             self.content: Content = parse(self._metadata())
         except BaseException:
@@ -86,22 +85,15 @@ class Directory:
 
     def _metadata(self) -> bytes:
         place = self._path / NAME
-        with reading(place):
-            fd = self._files.open(place)
-            self._open[NAME] = fd
-            size = self._files.size(fd)
+        size = self._files.size(place)
         if size > LIMIT:
             raise CheckpointError(f"{place} has {size:,} bytes, and may have {LIMIT:,}")
         found = bytearray(size)
-        read_all(self._files, fd, memoryview(found), 0, place)
+        self._files.read(place, memoryview(found), 0)
         return bytes(found)
 
     def _archive(self, blob: Any) -> Archive:
-        place = self._path / blob.file
-        if blob.file not in self._open:
-            with reading(place):
-                self._open[blob.file] = self._files.open(place)
-        return Archive(self._files, self._open[blob.file], place, blob)
+        return Archive(self._files, self._path / blob.file, blob)
 
     def plain(self, name: str) -> Any:
         """An object that is no tensor."""
@@ -117,14 +109,12 @@ class Directory:
                 if box.elements and box.offsets[:1] != ((at,) if stored.shape else ()):
                     raise CheckpointError(f"the parts of {stored.name[:80]!r} overlap")
                 at += box.sizes[0] if box.sizes else 0
-            return Stream(self._files, self._path, stored.dtype, [storage for _, storage in parts])
-        streams = [(box, Stream(self._files, self._path, stored.dtype, [storage])) for box, storage in parts]
+            return Stream(self._files, stored.dtype, [storage for _, storage in parts])
+        streams = [(box, Stream(self._files, stored.dtype, [storage])) for box, storage in parts]
         return Whole(stored, streams)
 
     def close(self) -> None:
-        while self._open:
-            with contextlib.suppress(OSError):
-                self._files.close(self._open.popitem()[1])
+        self._files.close()
 
 
 class Whole:
