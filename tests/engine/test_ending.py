@@ -62,7 +62,7 @@ def test_a_forked_child_leaves_its_parents_threads_alone(tmp_path: Path) -> None
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=180,
     )
     assert ran.returncode == 0, ran.stderr
     assert "child: 0" in ran.stdout

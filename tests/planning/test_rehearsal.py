@@ -42,7 +42,7 @@ def test_windows_are_those_of_a_run(shape: Shape, way: str) -> None:
     )
     shape.loss(model(**shape.batch(0))).backward()
     engine_of(model).gauge.end()
-    [profile] = engine_of(model).gauge._known.values()  # type: ignore[attr-defined]
+    [[profile]] = engine_of(model).gauge._known.values()  # type: ignore[attr-defined]
     outcore.release(model)
     planned = windows(trace.spans)
     assert [key for key, _ in planned[1:]] == profile.keys[1:]
