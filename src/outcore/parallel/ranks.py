@@ -60,7 +60,7 @@ class Ranks(Protocol):
     def together(self, doing: str) -> AbstractContextManager[None]:
         """What is raised inside on one rank is raised on all of them at the end, and they can go on afterwards.
 
-        Nothing inside may wait for other ranks. They wait for as long as it takes: [Note: Late is not gone].
+        Nothing inside may wait for other ranks. They wait for as long as it takes (`outcore.parallel.pulse`).
         """
 
     def agree(self, doing: str, bits: bytes = b"") -> list[bytes]:
