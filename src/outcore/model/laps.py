@@ -109,8 +109,10 @@ class Laps:
         self._depth = max(0, self._depth - 1)  # torch calls this, too, when a pre-hook before ours raised
         if self._depth == 0:
             self._outermost = None
-            if not torch.is_grad_enabled():
-                self._gauge.end()  # no backward will come
+            raised = sys.exc_info()[2]
+            failed = raised is not None and raised.tb_frame is sys._getframe(1)
+            if not torch.is_grad_enabled() or (failed and not self._backward.running):
+                self._gauge.end(whole=not failed)  # no backward will come
 
     def _is_running(self) -> bool:
         """Whether the outermost forward still runs: one that Ctrl-C ended leaves without calling any hook."""
