@@ -155,7 +155,16 @@ class Engine:
         device, dtype = self.stage.device, self.precision.dtype
         before = partial(self.prelude.before, self)
         self.laps = Laps(
-            model, device, dtype, self.clock, self.gauge, self.backward, self.updates, self.ranks, before
+            model,
+            device,
+            dtype,
+            self.clock,
+            self.gauge,
+            self.backward,
+            self.updates,
+            self.ranks,
+            before,
+            self.points,
         )
         self._undo.append(self.laps.remove)
         self._places = {b.parameter: (u.index, i) for u in self.units for i, b in enumerate(u.bindings)}
