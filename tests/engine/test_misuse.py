@@ -185,3 +185,19 @@ def test_torchs_own_optimizer_is_refused() -> None:
 def test_a_model_without_parameters() -> None:
     with pytest.raises(ModelError, match="no parameters"):
         outcore.offload(nn.Sequential(nn.ReLU()), budget=ROOMY)
+
+
+def test_backward_without_the_scale_of_fp16(tmp_path: Path) -> None:
+    """The first gradient is refused, and training goes on as if nothing had been."""
+
+    def script(run: Run) -> None:
+        for step in range(2):
+            if run.engine is not None:
+                loss = run.model(run.cast(floats(70 + step))).float().square().mean()
+                with pytest.raises(StateError, match="call optimizer"):
+                    loss.backward()
+                assert run.engine.present() == set()
+                run.optimizer.zero_grad()
+            run.train(step)
+
+    same(script, tmp_path, precision="fp16", tight="4MiB")
