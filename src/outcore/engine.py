@@ -157,7 +157,16 @@ class Engine:
         device, dtype = self.stage.device, self.precision.dtype
         before = partial(self.prelude.before, self)
         self.laps = Laps(
-            model, device, dtype, self.clock, self.gauge, self.backward, self.updates, self.ranks, before
+            model,
+            device,
+            dtype,
+            self.clock,
+            self.gauge,
+            self.backward,
+            self.updates,
+            self.ranks,
+            before,
+            self.points,
         )
         self._undo.append(self.laps.remove)
         self._places = {b.parameter: (u.index, i) for u in self.units for i, b in enumerate(u.bindings)}
@@ -212,6 +221,7 @@ class Engine:
 
     @allocating("a gradient")
     def _accumulated(self, number: int, place: int, gradient: torch.Tensor) -> None:
+        self._refuse_unscaled()
         self.saved.sweep()  # what the node before this one saw is room for the gradient
         unit = self.units[number]
         binding = unit.bindings[place]
@@ -249,6 +259,14 @@ class Engine:
             raise StateError(
                 "an offloaded model's state_dict() would hold no values: use outcore.gather(model) around it, "
                 "or outcore.weights(model), which yields one parameter at a time"
+            )
+
+    def _refuse_unscaled(self) -> None:
+        optimizer = self.optimizer
+        if optimizer is not None and optimizer.loss_scale is not None and not optimizer.scaling:
+            raise StateError(
+                "loss.backward() doesn't scale the loss, and the gradients of fp16 are taken for scaled ones: call "
+                "optimizer.backward(loss) in its place"
             )
 
     def _refuse_loading(self, module: nn.Module, *args: Any) -> None:

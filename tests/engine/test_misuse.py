@@ -213,3 +213,59 @@ def test_torchs_own_optimizer_is_refused() -> None:
 def test_a_model_without_parameters() -> None:
     with pytest.raises(ModelError, match="no parameters"):
         outcore.offload(nn.Sequential(nn.ReLU()), budget=ROOMY)
+
+
+def test_backward_without_the_scale_of_fp16(tmp_path: Path) -> None:
+    """The first gradient is refused, and training goes on as if nothing had been."""
+
+    def script(run: Run) -> None:
+        for step in range(2):
+            if run.engine is not None:
+                loss = run.model(run.cast(floats(70 + step))).float().square().mean()
+                with pytest.raises(StateError, match="call optimizer"):
+                    loss.backward()
+                assert run.engine.present() == set()
+                run.optimizer.zero_grad()
+            run.train(step)
+
+    same(script, tmp_path, precision="fp16", tight="4MiB")
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(8, 8, dtype=torch.cfloat))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head((x.to(torch.cfloat) @ self.turn).real.to(x.dtype))  # type: ignore[no-any-return]
+
+
+def test_a_complex_parameter_is_refused_by_name() -> None:
+    model = Complex()
+    before = model.turn.detach().clone()
+    optimizer = outcore.AdamW(model.parameters())
+    with pytest.raises(ModelError, match=r"turn is complex \(torch.complex64\)"):
+        outcore.offload(model, optimizer, budget=ROOMY)
+    assert torch.equal(model.turn, before)
+    assert not model._forward_hooks
+    optimizer.check_free()
+
+
+def test_a_complex_parameter_that_is_not_trained() -> None:
+    model = Complex()
+    x = torch.randn(3, 8)
+    expected = model(x).detach()
+    outcore.offload(model, budget=ROOMY, precision=outcore.Precision("fp32"))
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+    outcore.release(model)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_lazy_module_is_refused_by_name(trains: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(8))
+    optimizer = outcore.AdamW(model[0].parameters()) if trains else None
+    with pytest.raises(ModelError, match=r"1\.weight has no shape"):
+        outcore.offload(model, optimizer, budget=ROOMY)
+    model(torch.randn(2, 8))

@@ -128,3 +128,18 @@ def test_a_use_fulfilled_before_its_lap_begins(chunks: list[Chunk]) -> None:
     assert schedule.next_use(chunks[0]) == 3
     play(schedule, "f", [0], chunks)
     assert schedule.next_use(chunks[0]) == 2
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_lap_that_nobody_ends_is_cut(
+    begun: bool, chunks: list[Chunk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Schedule, "LONGEST", 4)
+    schedule = Schedule()
+    if begun:
+        schedule.begin("f")
+    for number in range(50):
+        schedule.advance(number % 4, (chunks[number % 4],))
+        assert len(schedule._seen) <= 4
+    if begun:
+        assert coming(schedule)[:4] == ["c2", "c3", "c0", "c1"]

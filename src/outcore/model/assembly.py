@@ -30,7 +30,7 @@ class Assembly:
         sums: gradients come summed over slices of a batch, in fp32.
 
     Raises:
-        ModelError: the optimizer holds a parameter that is not in the model.
+        ModelError: the optimizer holds a parameter that is not in the model, or a complex one.
     """
 
     def __init__(
@@ -75,6 +75,11 @@ class Assembly:
         entries, found = [], {}
         for name, parameter in plan.parameters:
             number = self._number_of.setdefault(parameter, len(self._number_of))
+            if parameter in self._trained and parameter.is_complex():
+                raise ModelError(
+                    f"{name} is complex ({parameter.dtype}), and complex parameters can't be trained: keep its real "
+                    "and imaginary part in one real parameter (torch.view_as_real), or freeze it"
+                )
             dtype = self._dtype_of(parameter)
             entries.append(Entry(number, parameter.shape, dtype, parameter in self._trained))
             found[number] = (name, parameter)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from outcore.errors import ModelError
 
@@ -65,8 +66,14 @@ def discover(model: nn.Module, patterns: Sequence[str] | None = None) -> tuple[l
             divided by the rule of [Note: Units].
 
     Raises:
-        ModelError: a pattern names no module, or named modules lie within each other.
+        ModelError: a pattern names no module, named modules lie within each other, or a parameter has no shape yet.
     """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(
+                f"{name} has no shape before the first forward: call the model once on a batch, then make the "
+                "optimizer and offload it"
+            )
     named = _named(model, patterns)
     owner: dict[nn.Parameter, int] = {}
     units: list[UnitPlan] = []

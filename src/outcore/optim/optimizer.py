@@ -55,6 +55,7 @@ class Optimizer(torch.optim.Optimizer):
     Attributes:
         skipped_steps: steps left out because a gradient was not finite.
         nonfinite: the unit in which backward came first upon such a gradient, if the last step was left out.
+        scaling: whether a backward of a scaled loss runs.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Optimizer(torch.optim.Optimizer):
         self.skipped_steps = 0
         self.nonfinite: str | None = None
         self.loss_scale: LossScale | None = None
+        self.scaling = False
         self._backend: Backend | None = None
         self._bound = False
         self._steps: dict[int, int] = {}
@@ -115,7 +117,11 @@ class Optimizer(torch.optim.Optimizer):
     def backward(self, loss: torch.Tensor) -> None:
         """``loss.backward()``, with the loss scaled where fp16 asks for it."""
         scale = self.loss_scale
-        (loss if scale is None else loss * scale.value).backward()
+        self.scaling = scale is not None
+        try:
+            (loss if scale is None else loss * scale.value).backward()
+        finally:
+            self.scaling = False
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

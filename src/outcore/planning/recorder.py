@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode):
     def begin(self, key: Hashable, size: int) -> None:
         """A gauge's lap; nothing to do."""
 
-    def end(self) -> None:
+    def end(self, whole: bool = True) -> None:
         """A gauge's lap; nothing to do."""
 
     def lap(self, key: Hashable) -> None:

@@ -51,8 +51,12 @@ class Gauge(Protocol):
     def window(self, key: Hashable) -> None:
         """A unit is about to be opened, or was closed."""
 
-    def end(self) -> None:
-        """The lap is over, whether or not it was completed."""
+    def end(self, whole: bool = True) -> None:
+        """The lap is over, whether or not it was completed.
+
+        Args:
+            whole: not if its forward raised: what it took so far is no measure for the next.
+        """
 
     @property
     def largest(self) -> int:
@@ -73,7 +77,7 @@ class Unmeasured:
     def window(self, key: Hashable) -> None:
         pass
 
-    def end(self) -> None:
+    def end(self, whole: bool = True) -> None:
         pass
 
 
@@ -131,6 +135,7 @@ class MeteredGauge:
         self._profile: Profile | None = None
         self._position = 0
         self._refused = False
+        self._refused_in = -1
         self._meter: Meter | None = None
         self._inference = False
         self._key: Hashable = None
@@ -168,7 +173,7 @@ class MeteredGauge:
         self._inference = torch.is_inference_mode_enabled()
         self._owner.hold_idle(self._roomy)
         self._meter = Meter(self._device, self._outside, self._grown)
-        self._meter.__enter__()  # type: ignore[no-untyped-call]
+        self._meter.__enter__()
 
     def window(self, key: Hashable) -> None:
         profile = self._profile
@@ -196,23 +201,28 @@ class MeteredGauge:
 
     def _grown(self, live: int) -> None:
         """A new peak: make room for it and, where nothing is foreseen, for one more allocation of its kind."""
+        if self._refused and self._refused_in not in (-1, torch._C._current_graph_task_id()):
+            return  # the backward that didn't fit is over: what is allocated now is somebody else's
         self._ledger.touch_peak(self._tier, max(0, live - self._reserved), ACTIVATIONS)
         self._largest = max(self._largest, live - self._reserved)
         if live > self._reserved:
             if self._owner.pinned + live > self._budget:
-                self._refused = True
-                error = BudgetError(
-                    self._tier,
-                    self._owner.pinned + live,
-                    self._budget,
-                    f"{live:,} bytes of that are activations and temporaries, so far: give the {self._tier} more, "
-                    "use a smaller batch or recomputation",
-                )
-                self._tell_refused(error)
-                raise error
+                self._refused, self._refused_in = True, torch._C._current_graph_task_id()
+                raise self._refusal(live)  # a local name for it would keep its frames, and what they hold
             room = self._budget - self._owner.pinned
             more = self._largest if self._expected is None else 0
             self._reserve(min(live + more // 2, room), min(live + more, room))
+
+    def _refusal(self, live: int) -> BudgetError:
+        error = BudgetError(
+            self._tier,
+            self._owner.pinned + live,
+            self._budget,
+            f"{live:,} bytes of that are activations and temporaries, so far: give the {self._tier} more, "
+            "use a smaller batch or recomputation",
+        )
+        self._tell_refused(error)
+        return error
 
     def _reserve(self, nbytes: int, ahead: int) -> None:
         before, self._reserved = self._reserved, nbytes
@@ -223,7 +233,7 @@ class MeteredGauge:
             self._ledger.hold(self._tier, nbytes - before, ACTIVATIONS)
             self._owner.reserve(nbytes, ahead)
 
-    def end(self) -> None:
+    def end(self, whole: bool = True) -> None:
         if self._key is None and self._meter is None:
             return
         modes = _get_current_dispatch_mode_stack()
@@ -231,14 +241,14 @@ class MeteredGauge:
             self._reserve(0, 0)
             self._key = self._profile = None
         elif self._meter not in modes:  # taken down by whoever put an older state of the thread back
-            self._over(self._meter)
+            self._over(self._meter, whole)
         elif self._meter is modes[-1] and self._inference == torch.is_inference_mode_enabled():
-            self._meter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._meter.__exit__(None, None, None)
             assert self._profile is not None
             self._profile.note(self._meter.take_window())
-            if not self._refused:  # what did not fit is no measure for what does
+            if whole and not self._refused:  # what did not fit is no measure for what does
                 self._learn(self._key, self._profile)
-            self._over(self._meter)
+            self._over(self._meter, whole)
         self._settled()
 
     def _learn(self, key: Hashable, profile: Profile) -> None:
@@ -246,7 +256,9 @@ class MeteredGauge:
         others = [known for known in self._known[key] if not covers(profile.inputs, known.inputs)]
         self._known[key] = [*others[1 - SHAPES :], profile]
 
-    def _over(self, meter: Meter) -> None:
-        self._reserve(meter.live, meter.live)
+    def _over(self, meter: Meter, whole: bool) -> None:
+        meter.retire()
+        left = meter.live if whole and not self._refused else 0  # what raised lets go of all
+        self._reserve(left, left)
         self._meter = self._key = self._profile = None
         self._owner.hold_idle(True)

@@ -85,6 +85,9 @@ class Schedule:
     HORIZON = 4
     """Laps beyond the current one in which a next use is looked for."""
 
+    LONGEST = 1 << 16
+    """Ticks after which a lap that nobody ends begins anew, so that its record doesn't grow for ever."""
+
     def __init__(self) -> None:
         self._laps: dict[Hashable, Lap] = {}
         self._follows: dict[tuple[Hashable, int], Hashable] = {}
@@ -137,6 +140,8 @@ class Schedule:
 
     def advance(self, key: Hashable, needs: Sequence[Chunk]) -> None:
         """The next tick happens now."""
+        if len(self._seen) >= self.LONGEST:
+            self.begin(self._key)
         tick = Tick(key, tuple(needs))
         self._seen.append(tick)
         self.now += 1
