@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from outcore.model.hooks import PointHooks
 from outcore.model.laps import Laps
 from outcore.model.placement import move_buffers, replace_data
 from outcore.model.policies import Activations, offloads
+from outcore.model.readers import Readers
 from outcore.model.residency import Residency
 from outcore.model.rowless import NothingCounted
 from outcore.model.saved.seam import NothingSaved, Saved
@@ -120,6 +121,8 @@ class Engine:
             self.saved,
         )
         self.backward = BackwardPass(self.residency, self.stage.gradients_complete, self._backward_over)
+        if self.saver is not None:
+            self.saver.read = self.backward.read
         self.rowless = NothingCounted(self.backward.start)
         self._resting: dict[int, str] = {}
         self._dropped = False
@@ -152,6 +155,13 @@ class Engine:
             hooks = PointHooks(point.module, opened, self.residency, self.backward, self.ranks.size > 1)
             self._undo.append(hooks.remove)
         self._treat_blocks()
+        if self.stage.lasting:
+            readers = Readers(self.backward.read)
+            for point in self.points:
+                if not offloads(
+                    self.ways.get(point.name, "keep")
+                ):  # there, what is saved is looked at anyway
+                    self._undo.append(readers.around(point.module, [self.units[i] for i in point.units]))
         self._undo += self.stage.hang(model)
         self._undo += filter(None, [slice_loss(model, self.activations)])
         device, dtype = self.stage.device, self.precision.dtype
@@ -192,7 +202,10 @@ class Engine:
 
     def _treat_blocks(self) -> None:
         rows = self.activations.microbatch
-        self._undo += treat_blocks(self.points, self.ways, rows, self._summed, self.saver)
+        self._undo += treat_blocks(self.points, self.ways, rows, self._summed, self.saver, self._computing)
+
+    def _computing(self, numbers: Sequence[int]) -> None:
+        self.backward.computing([self.units[number] for number in numbers])
 
     def expect(self, profile: Profile) -> None:
         """A training lap that nobody measured yet will take so much."""

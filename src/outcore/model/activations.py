@@ -8,7 +8,8 @@ the block's inputs; inside of one they would take what the checkpoint means to d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -65,6 +66,7 @@ def treat_blocks(
     microbatch: int | None,
     collect: Collect,
     saver: Saver | None = None,
+    computing: Callable[[Sequence[int]], None] = lambda units: None,
 ) -> Iterator[Callable[[], None]]:
     """Let blocks do with their activations as was chosen.
 
@@ -73,6 +75,7 @@ def treat_blocks(
         microbatch: rows of a slice of recomputed blocks.
         collect: takes the gradients of parameters that are summed over slices.
         saver: takes what blocks offload; needed where one does.
+        computing: told of the units of a recomputed block whenever it computes, for the first time or again.
 
     Yields:
         A function that undoes it, for each change; the last one first.
@@ -82,25 +85,32 @@ def treat_blocks(
         if recomputes(way) and microbatch is not None:
             yield recompute_in_slices(point.module, point.name, microbatch, collect)
         elif recomputes(way) and not recomputes_itself(point.module):
-            yield recompute(point.module)
+            yield recompute(point.module, partial(computing, point.units))
         if offloads(way):
             assert saver is not None
             own = max(point.units)  # those before it are shared with others, and may be open already
             yield offload(point.module, point.name, own, saver)
 
 
-def recompute(module: nn.Module) -> Callable[[], None]:
+def recompute(module: nn.Module, computing: Callable[[], None] = lambda: None) -> Callable[[], None]:
     """Let a block's backward recompute its forward instead of keeping what it left.
 
     The block's own hooks stay outside, so that its parameters are open while it is recomputed. Random numbers
     (dropout) come out the same.
+
+    Args:
+        computing: called before each forward: gradients may come to the block by another way than its outputs.
 
     Returns:
         A function that undoes it.
     """
 
     def run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        def again(*args: Any, **kwargs: Any) -> Any:
+            computing()
+            return forward(*args, **kwargs)
+
+        return checkpoint(again, *args, use_reentrant=False, **kwargs)
 
     return where_recorded(module, run)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.autograd import Variable
 
 from outcore.errors import StateError
-from outcore.model.graph import last_nodes, own_outputs
+from outcore.model.graph import next_sequence_number, nodes_of, own_outputs
 from outcore.model.residency import Residency
 from outcore.model.unit import Unit
 
@@ -36,6 +36,17 @@ class Call:
 
     def __post_init__(self) -> None:
         self.steps = tuple(unit.steps for unit in self.units)
+
+
+@dataclass(eq=False)
+class Reading(Call):
+    """A unit that is open for a node to which gradients came by another way than the outputs of a call.
+
+    Attributes:
+        node: the last one that reads it, held so that no other is taken for it.
+    """
+
+    node: object = None
 
 
 class BackwardPass:
@@ -79,22 +90,24 @@ class BackwardPass:
     # -- watching ---------------------------------------------------------------------------------
 
     def watch(self, call: Call, outputs: list[torch.Tensor]) -> None:
-        """Open the call's units before the first gradient enters it, close them after its last node."""
+        """Open the call's units before the first gradient enters it, close them after its last node.
+
+        Where nodes of the call lead elsewhere than to its outputs, nobody knows which is the last; then units stay open
+        until others open.
+        """
+        made = next_sequence_number() - call.first_node
         outputs = own_outputs(outputs, call.first_node)
         for tensor in outputs:
             tensor.register_hook(lambda _: self._enter(call))
-        for node in last_nodes(outputs, call.first_node):
-            call.nodes += 1
+        last, known = nodes_of(outputs, call.first_node)
+        for node in last:
             node.register_hook(lambda *_: self._reached(call))
+        call.nodes = len(last) if known >= made else len(last) + 1
 
     # -- events -----------------------------------------------------------------------------------
 
     def _enter(self, call: Call) -> None:
-        if torch.is_grad_enabled():
-            raise StateError(
-                "backward with create_graph=True isn't possible on an offloaded model: the graph it makes would read "
-                "parameters that have left by then"
-            )
+        _refuse_second_order()
         self.start()
         if call.open:
             return
@@ -112,6 +125,45 @@ class BackwardPass:
             self._residency.enter(unit, "backward")
         call.open, call.reached = True, 0
         self._open[call] = None
+
+    def read(self, unit: Unit) -> None:
+        """The node that runs is about to read parameters of a unit: see to it that they are there.
+
+        What is opened here stays until another unit opens: nodes run in the reverse of the order in which they were
+        made, so those of one call follow each other.
+
+        Raises:
+            StateError: no backward runs, or its graph would be kept.
+        """
+        running = torch._C._current_graph_task_id() != -1
+        if unit.opened and not (running and any(isinstance(call, Reading) for call in self._open)):
+            return
+        if not running:
+            raise StateError(
+                f"what autograd saved of the parameters of {unit.name} is not there outside of a backward"
+            )
+        node = torch._C._current_autograd_node()
+        for other in [call for call in self._open if isinstance(call, Reading)]:
+            if unit in other.units:
+                other.node = node
+            elif other.node is not node:
+                self._leave(other)
+        if unit.opened:
+            return
+        _refuse_second_order()
+        self.start()
+        self._await(unit)
+        self._residency.enter(unit, "backward")
+        call = Reading((unit,), 0, None, node=node)
+        call.open, call.reached = True, 1
+        self._open[call] = None
+
+    def computing(self, units: Sequence[Unit]) -> None:
+        """A checkpoint within a call of these units computes, for the first time or again: the units are to be open."""
+        if torch._C._current_graph_task_id() != -1:
+            with torch.no_grad():
+                for unit in units:
+                    self.read(unit)
 
     def start(self) -> int:
         """A pass runs: see to it that its end is noticed. Returns a number that no other pass has."""
@@ -163,6 +215,14 @@ class BackwardPass:
         if self._started:
             self._started = False
             self._over()
+
+
+def _refuse_second_order() -> None:
+    if torch.is_grad_enabled():
+        raise StateError(
+            "backward with create_graph=True isn't possible on an offloaded model: the graph it makes would read "
+            "parameters that have left by then"
+        )
 
 
 def _enclosing(call: Call) -> Iterator[Call]:

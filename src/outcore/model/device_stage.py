@@ -69,6 +69,8 @@ class DeviceStage:
         budget: bytes of device memory for frames, gradient buffers and what the gauge sets aside.
     """
 
+    lasting = True
+
     def __init__(
         self,
         device: torch.device,

@@ -38,6 +38,8 @@ class FreshFrame(Frame):
 class FreshStage(DeviceStage):
     """Frames of new tensors. Implements `outcore.model.stage.Stage`."""
 
+    lasting = False
+
     def _frame(self, unit: Unit) -> FreshFrame:
         return FreshFrame(())
 

@@ -13,13 +13,8 @@ from torch.autograd.graph import Node
 
 
 def next_sequence_number() -> int:
-    """A number above that of every node made so far in this thread."""
-    if torch.is_inference_mode_enabled():
-        return 0  # none is made, and none can be
-    with torch.enable_grad():
-        node = torch.empty(0, requires_grad=True).view(0).grad_fn
-    assert node is not None
-    return int(node._sequence_nr())
+    """The number of the node that is made next in this thread: above those of all made so far."""
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def own_outputs(outputs: Iterable[torch.Tensor], first: int) -> list[torch.Tensor]:
@@ -45,8 +40,13 @@ def reaches_beyond(outputs: Iterable[torch.Tensor], first: int, known: Iterable[
 def last_nodes(outputs: Iterable[torch.Tensor], first: int) -> list[Node]:
     """The nodes with an edge out of the call: to what made its inputs, or to a parameter.
 
-    Every node of the call runs before some of these, so once they have run, all have.
+    Every node of the call that leads to an output runs before some of these, so once they have run, all have.
     """
+    return nodes_of(outputs, first)[0]
+
+
+def nodes_of(outputs: Iterable[torch.Tensor], first: int) -> tuple[list[Node], int]:
+    """Those nodes, and how many of the call lead to an output."""
     stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
     seen = set(stack)
     last = []
@@ -63,4 +63,4 @@ def last_nodes(outputs: Iterable[torch.Tensor], first: int) -> list[Node]:
                 stack.append(following)
         if leads_out:
             last.append(node)
-    return last
+    return last, len(seen)

@@ -26,6 +26,8 @@ class Stage(Protocol):
     """The memory that the computing device reads parameters from."""
 
     device: torch.device
+    lasting: bool
+    """Whether a unit's parameters have the same addresses whenever it is open: see [Note: Stable addresses]."""
 
     def views(self, unit: Unit) -> Sequence[torch.Tensor]:
         """The tensors that the unit's parameters point at while it is open, one per binding."""
@@ -81,6 +83,8 @@ class Stage(Protocol):
 
 class HostStage:
     """Computing on the CPU: parameters are used where their chunks lie."""
+
+    lasting = True
 
     def __init__(self, pool: Pool, spans: Mapping[RunStore, Place], gradients: Gradients) -> None:
         self.device = torch.device("cpu")

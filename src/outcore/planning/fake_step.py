@@ -252,7 +252,14 @@ def _hang(
     for point in points:
         opened = tuple(units[i] for i in point.units)
         undo.append(PointHooks(point.module, opened, residency, backward).remove)
-    undo += treat_blocks(points, ways, activations.microbatch, collect, saver)
+    undo += treat_blocks(
+        points,
+        ways,
+        activations.microbatch,
+        collect,
+        saver,
+        lambda numbers: backward.computing([units[number] for number in numbers]),
+    )
     with warnings.catch_warnings():  # of what a run will warn of itself
         warnings.simplefilter("ignore")
         undo += filter(None, [slice_loss(model, activations)])

@@ -31,6 +31,7 @@ from outcore.chunks.chunk import Chunk
 from outcore.chunks.guards import Guard
 from outcore.chunks.pool import Pool
 from outcore.errors import ModelError
+from outcore.model.readers import is_ours
 from outcore.model.saved.carriers import Carrier
 from outcore.model.saved.shelf import Shelf, Slot
 from outcore.model.saved.views import Layout, Span, bytes_of, has_bytes, layout_in, spanned, to_store
@@ -77,10 +78,15 @@ class Entry:
 
 
 class Kept(Watched):
-    """A tensor that stays; autograd gets an alias, since the tensor itself may hold the node that saves it."""
+    """A tensor that stays; autograd gets an alias, since the tensor itself may hold the node that saves it.
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    Attributes:
+        unit: whose parameter it is or shows, if it is one.
+    """
+
+    def __init__(self, tensor: torch.Tensor, unit: Unit | None = None) -> None:
         self.tensor = tensor.detach()
+        self.unit = unit
         super().__init__(self.tensor)
 
 
@@ -116,6 +122,9 @@ class SavedTensors:
         carrier: copies between the device and the chunks.
         units: all of the model, whose parameters stay.
         buffers: yields the model's buffers, which stay.
+
+    Attributes:
+        read: told of a unit whose parameters a node of backward is about to read.
     """
 
     def __init__(
@@ -138,12 +147,14 @@ class SavedTensors:
         self._over: deque[tuple[Slot, Chunk]] = deque()
         self._unseen: deque[Guard] = deque()
         self._staying: set[int] = set()
+        self.read: Callable[[Unit], None] = lambda unit: None
 
     # -- forward ----------------------------------------------------------------------------------
 
     @contextmanager
     def call(self, unit: int, name: str) -> Iterator[None]:
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if top is not None and not is_ours(top):
             raise ModelError(
                 f"the block {name} is called where other hooks take what it saves (a checkpoint around it, or "
                 "save_on_cpu), so its activations can't be offloaded: leave those out, or let the block keep or "
@@ -164,7 +175,7 @@ class SavedTensors:
     def _pack(self, group: Group, tensor: torch.Tensor) -> Watched:
         self.sweep()
         if not self._moves(tensor):
-            return Kept(tensor)
+            return Kept(tensor, self._owner(tensor))
         with uncounted():
             storage = tensor.untyped_storage()._cdata
             known = (found() for found in self._known.get(storage, ()))
@@ -175,15 +186,19 @@ class SavedTensors:
         if not has_bytes(tensor) or tensor.device != self._device or tensor.numel() == 0:
             return False
         storage = tensor.untyped_storage()._cdata
-        return to_store(tensor).nbytes >= SMALLEST and not self._stays(storage)
+        if to_store(tensor).nbytes < SMALLEST or storage in self._staying:
+            return False
+        return self._owner(tensor) is None
 
-    def _stays(self, storage: int) -> bool:
-        return storage in self._staying or any(
-            storage == binding.parameter.untyped_storage()._cdata
-            for unit in self._units
-            if unit.opened
-            for binding in unit.bindings
-        )
+    def _owner(self, tensor: torch.Tensor) -> Unit | None:
+        """The open unit of whose parameters a tensor is a view."""
+        if not has_bytes(tensor):
+            return None
+        storage = tensor.untyped_storage()._cdata
+        for unit in self._units:
+            if unit.opened and any(storage == b.parameter.untyped_storage()._cdata for b in unit.bindings):
+                return unit
+        return None
 
     def _store(self, group: Group, tensor: torch.Tensor) -> Entry:
         span, slot = to_store(tensor), (group.unit.index, len(group.entries))
@@ -217,6 +232,8 @@ class SavedTensors:
     def _unpack(self, held: Watched) -> torch.Tensor:
         held.check()
         if isinstance(held, Kept):
+            if held.unit is not None:
+                self.read(held.unit)
             return held.tensor
         assert isinstance(held, Handle)
         self.sweep()
