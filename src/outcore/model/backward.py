@@ -112,11 +112,7 @@ class BackwardPass:
         if call.open:
             return
         for unit, steps in zip(call.units, call.steps, strict=True):
-            if unit.steps != steps:
-                raise StateError(
-                    f"{unit.name} was changed by an optimizer step since this forward: backward would mix its old "
-                    "activations with new parameters; call backward() before step(), or the model again"
-                )
+            _refuse_changed(unit, steps)
         around = set(_enclosing(call))
         for other in [c for c in self._open if c.reached and c not in around]:
             self._leave(other)  # nodes it waits for are not part of this pass
@@ -126,15 +122,19 @@ class BackwardPass:
         call.open, call.reached = True, 0
         self._open[call] = None
 
-    def read(self, unit: Unit) -> None:
+    def read(self, unit: Unit, steps: int) -> None:
         """The node that runs is about to read parameters of a unit: see to it that they are there.
 
         What is opened here stays until another unit opens: nodes run in the reverse of the order in which they were
         made, so those of one call follow each other.
 
+        Args:
+            steps: how many optimizer steps had changed them when the node was made.
+
         Raises:
-            StateError: no backward runs, or its graph would be kept.
+            StateError: no backward runs, or its graph would be kept, or another step changed them since.
         """
+        _refuse_changed(unit, steps)
         running = torch._C._current_graph_task_id() != -1
         if unit.opened and not (running and any(isinstance(call, Reading) for call in self._open)):
             return
@@ -163,7 +163,7 @@ class BackwardPass:
         if torch._C._current_graph_task_id() != -1:
             with torch.no_grad():
                 for unit in units:
-                    self.read(unit)
+                    self.read(unit, unit.steps)
 
     def start(self) -> int:
         """A pass runs: see to it that its end is noticed. Returns a number that no other pass has."""
@@ -215,6 +215,14 @@ class BackwardPass:
         if self._started:
             self._started = False
             self._over()
+
+
+def _refuse_changed(unit: Unit, steps: int) -> None:
+    if unit.steps != steps:
+        raise StateError(
+            f"{unit.name} was changed by an optimizer step since this forward: backward would mix its old "
+            "activations with new parameters; call backward() before step(), or the model again"
+        )
 
 
 def _refuse_second_order() -> None:

@@ -29,10 +29,11 @@ class Readers:
     """See [Note: Gradients by another way].
 
     Args:
-        read: told of a unit whose parameters the node that runs is about to read.
+        read: told of a unit whose parameters the node that runs is about to read, and of the steps that had changed
+            it when the node was made.
     """
 
-    def __init__(self, read: Callable[[Unit], None]) -> None:
+    def __init__(self, read: Callable[[Unit, int], None]) -> None:
         self._read = read
         self._places: list[tuple[int, int, Unit]] = []
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
@@ -75,7 +76,7 @@ class Readers:
             address = 0
         for first, last, unit in self._places:
             if first <= address < last:
-                return tensor.detach(), tensor._version, unit
+                return tensor.detach(), tensor._version, unit, unit.steps
         return tensor.detach(), tensor._version
 
     def _unpack(self, saved: tuple[Any, ...]) -> torch.Tensor:
@@ -85,8 +86,8 @@ class Readers:
                 "one of the variables needed for gradient computation has been modified by an inplace operation: it "
                 f"is at version {tensor._version}; expected version {saved[1]} instead"
             )
-        if len(saved) == 3:
-            self._read(saved[2])
+        if len(saved) > 2:
+            self._read(*saved[2:])
         return tensor
 
 
