@@ -120,9 +120,11 @@ def test_saved_tensors_that_change_are_found(tmp_path: Path) -> None:
             return y
 
     budget = outcore.Budget(host="256MiB", disk=tmp_path)
-    with spread(lambda: Ways(Changes), precision="fp32", budget=budget) as run:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            run.backward(1)
+    with (
+        spread(lambda: Ways(Changes), precision="fp32", budget=budget) as run,
+        pytest.raises(RuntimeError, match="modified by an inplace operation"),
+    ):
+        run.backward(1)
 
 
 class Transformed(Block):
