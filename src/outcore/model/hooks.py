@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.errors import StateError
+from outcore.errors import ModelError, StateError
 from outcore.memory.refusal import allocating
 from outcore.model.backward import BackwardPass, Call
 from outcore.model.graph import next_sequence_number
 from outcore.model.residency import Residency
-from outcore.model.trees import change_tensors, tensors_of
+from outcore.model.trees import change_everywhere, tensors_of
 from outcore.model.unit import Unit
 
 
@@ -106,7 +106,15 @@ class PointHooks:
         shown = {_storage(b.parameter) for unit in self._units for b in unit.bindings}
         if shown.isdisjoint(map(_storage, tensors_of(output))):
             return output
-        return change_tensors(output, lambda tensor: tensor.clone() if _storage(tensor) in shown else tensor)
+        own = change_everywhere(
+            output, lambda tensor: tensor.clone() if _storage(tensor) in shown else tensor
+        )
+        if not shown.isdisjoint(map(_storage, tensors_of(own))):
+            raise ModelError(
+                f"{self._units[-1].name} gives a view of its parameters in a {type(output).__name__}, which can't be "
+                "rebuilt, and the parameters are about to leave: give back a copy, view.clone()"
+            )
+        return own
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -6,6 +6,7 @@ copy of it would lose what a module writes into it.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -75,6 +76,31 @@ def _change(tree: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return kind(*(_change(item, change) for item in tree))
     return change(tree)
+
+
+def change_everywhere(tree: Any, change: Change) -> Any:
+    """The same tree with every tensor replaced that `tensors_of` finds; other mappings and dataclasses are copied.
+
+    A container of a kind of its own that is neither stays as it is.
+    """
+
+    def leaf(found: Any) -> Any:
+        if isinstance(found, torch.Tensor):
+            return change(found)
+        if isinstance(found, dict):
+            mapping = copy.copy(found)
+            for key, item in found.items():
+                mapping[key] = change_everywhere(item, change)
+            return mapping
+        if dataclasses.is_dataclass(found) and not isinstance(found, type):
+            changed = copy.copy(found)
+            for name in (field.name for field in dataclasses.fields(found) if hasattr(found, field.name)):
+                value = change_everywhere(getattr(found, name), change)
+                object.__setattr__(changed, name, value)  # frozen ones too
+            return changed
+        return found
+
+    return _change(tree, leaf)
 
 
 def tensors_of(tree: Any, depth: int = 8) -> Iterator[torch.Tensor]:
