@@ -272,6 +272,7 @@ def test_hooks_from_before(tmp_path: Path) -> None:
     same(lambda run: run.train(0, 1, 2), tmp_path, build)
 
 
+@pytest.mark.filterwarnings("ignore:.*has a gradient that nobody takes:RuntimeWarning")
 def test_an_optimizer_of_some_parameters(tmp_path: Path) -> None:
     """The others have gradients that nobody uses."""
     same(
