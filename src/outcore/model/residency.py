@@ -113,5 +113,5 @@ class Residency:
         yield
         for unit in held:
             self._updates.settle(unit.stores)
-            self._stage.open(unit)  # where it was: see [Note: Stable addresses] in `outcore.model.stage`
+            self._stage.open(unit)  # where it was, for addresses are stable
             self._staged.add(unit)
