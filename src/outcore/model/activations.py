@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from outcore.errors import ModelError
+from outcore.model.buffers import CallBuffers, places_of
 from outcore.model.forwards import where_recorded
 from outcore.model.policies import Activations, ActivationsName, fits, offloads, recomputes
 from outcore.model.saved.seam import Saver
@@ -85,30 +86,38 @@ def treat_blocks(
         if recomputes(way) and microbatch is not None:
             yield recompute_in_slices(point.module, point.name, microbatch, collect)
         elif recomputes(way) and not recomputes_itself(point.module):
-            yield recompute(point.module, partial(computing, point.units))
+            yield recompute(point.module, point.name, partial(computing, point.units))
         if offloads(way):
             assert saver is not None
             own = max(point.units)  # those before it are shared with others, and may be open already
             yield offload(point.module, point.name, own, saver)
 
 
-def recompute(module: nn.Module, computing: Callable[[], None] = lambda: None) -> Callable[[], None]:
+def recompute(
+    module: nn.Module, name: str, computing: Callable[[], None] = lambda: None
+) -> Callable[[], None]:
     """Let a block's backward recompute its forward instead of keeping what it left.
 
     The block's own hooks stay outside, so that its parameters are open while it is recomputed. Random numbers
-    (dropout) come out the same.
+    (dropout) come out the same, and so does what it changes in buffers (`outcore.model.buffers`).
 
     Args:
+        name: of the block, for messages.
         computing: called before each forward: gradients may come to the block by another way than its outputs.
 
     Returns:
         A function that undoes it.
     """
 
+    places = places_of(module)
+
     def run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        buffers = CallBuffers(name, places)
+
         def again(*args: Any, **kwargs: Any) -> Any:
             computing()
-            return forward(*args, **kwargs)
+            with buffers.computing():
+                return forward(*args, **kwargs)
 
         return checkpoint(again, *args, use_reentrant=False, **kwargs)
 
