@@ -52,8 +52,7 @@ class Device:
 
     def watch(self) -> None:
         """From now on `peak` counts."""
-        gc.collect()  # of the models of other tests a byte or two per parameter may still be there,
-        gc.collect()  # in cycles that come apart one after the other
+        gc.collect()  # of the models of other tests a byte or two per parameter may still be there
         self._before = 0 if self.emulator else torch.accelerator.memory_allocated()
         torch.accelerator.reset_peak_memory_stats()
 
