@@ -120,11 +120,9 @@ class Engine:
             self.ranks,
             self.saved,
         )
-        self.backward = backward = BackwardPass(
-            self.residency, self.stage.gradients_complete, self._backward_over
-        )
+        self.backward = BackwardPass(self.residency, self.stage.gradients_complete, self._backward_over)
         if self.saver is not None:
-            self.saver.read = lambda unit: backward.read(unit, unit.steps)
+            self.saver.read = self.backward.read
         self.rowless = NothingCounted(self.backward.start)
         self._resting: dict[int, str] = {}
         self._dropped = False

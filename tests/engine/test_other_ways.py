@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import outcore
 from engine.twin import Run, same, spread
 from exact.shapes import WIDTH, Block, Stack
+from outcore.errors import StateError
 
 
 class Balanced(Block):
@@ -157,6 +158,22 @@ def test_hooks_of_others_stay_in_charge(tmp_path: Path) -> None:
         packed.clear()
 
     same(script, tmp_path, lambda: Ways(Block), precision="fp32")
+
+
+@pytest.mark.parametrize("way", ["keep", "recompute", "offload"])
+def test_a_side_loss_from_before_a_step_is_refused(way: Any, tmp_path: Path) -> None:
+    """Its nodes read parameters that the step changed, and no output leads to them."""
+    budget = outcore.Budget(host="14MiB", disk=tmp_path)
+    settings = dict(precision="fp32", budget=budget, activations=way)
+    with spread(lambda: Ways(Balanced), **settings) as run:
+        loss = run.loss(0)
+        kept = run.model.blocks[1].aux
+        run.optimizer.backward(loss)
+        run.step()
+        with pytest.raises(StateError, match="changed by an optimizer step"):
+            run.optimizer.backward(kept)
+        run.optimizer.zero_grad()
+        train(run)
 
 
 @pytest.mark.emulated

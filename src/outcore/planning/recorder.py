@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from outcore.model.unit import Unit
 from outcore.planning.tape import Recording, Tape, Timed
 from outcore.planning.work import Work
+from outcore.trace.extents import Extents
 
 CATEGORIES = ("inputs", "activations", "logits", "working set", "gradients")
 """What storages are for: inputs and what is made before the first unit; what forward leaves; the head's results and the
@@ -155,7 +156,7 @@ class Recorder(TorchDispatchMode):
         finally:
             self._counts = before
 
-    def begin(self, key: Hashable, size: int) -> None:
+    def begin(self, key: Hashable, inputs: Extents) -> None:
         """A gauge's lap; nothing to do."""
 
     def end(self, whole: bool = True) -> None:

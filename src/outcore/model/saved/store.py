@@ -82,11 +82,13 @@ class Kept(Watched):
 
     Attributes:
         unit: whose parameter it is or shows, if it is one.
+        steps: how many optimizer steps had changed that.
     """
 
     def __init__(self, tensor: torch.Tensor, unit: Unit | None = None) -> None:
         self.tensor = tensor.detach()
         self.unit = unit
+        self.steps = 0 if unit is None else unit.steps
         super().__init__(self.tensor)
 
 
@@ -124,7 +126,7 @@ class SavedTensors:
         buffers: yields the model's buffers, which stay.
 
     Attributes:
-        read: told of a unit whose parameters a node of backward is about to read.
+        read: told of a unit whose parameters a node of backward is about to read, and of the steps that had changed it.
     """
 
     def __init__(
@@ -147,7 +149,7 @@ class SavedTensors:
         self._over: deque[tuple[Slot, Chunk]] = deque()
         self._unseen: deque[Guard] = deque()
         self._staying: set[int] = set()
-        self.read: Callable[[Unit], None] = lambda unit: None
+        self.read: Callable[[Unit, int], None] = lambda unit, steps: None
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -233,7 +235,7 @@ class SavedTensors:
         held.check()
         if isinstance(held, Kept):
             if held.unit is not None:
-                self.read(held.unit)
+                self.read(held.unit, held.steps)
             return held.tensor
         assert isinstance(held, Handle)
         self.sweep()
