@@ -186,6 +186,5 @@ def test_what_is_in_use_stays_open_and_what_cannot_be_closed_is_said(tmp_path: P
         with kept.use(names[FEW]) as more:  # none can go
             assert len({first, more}) == 2
             os.fstat(first)
-    for fd in kept.drain():
-        os.close(fd)
+    kept.abandon(os.close)
     written.close()

@@ -79,10 +79,11 @@ class Descriptors:
         if fd is not None:
             self._closer(fd, path)
 
-    def drain(self) -> Iterator[int]:
-        """All that are open, for the caller to close."""
+    def abandon(self, close: Callable[[int], None]) -> None:
+        """Close all that are open, whatever that raises."""
         while self._open:
-            yield self._open.popitem()[1]
+            with contextlib.suppress(OSError):
+                close(self._open.popitem()[1])
 
 
 class Readable:
@@ -121,9 +122,7 @@ class Readable:
             read_all(self._files, fd, view, offset, path)
 
     def close(self) -> None:
-        for fd in self._descriptors.drain():
-            with contextlib.suppress(OSError):
-                self._files.close(fd)
+        self._descriptors.abandon(self._files.close)
 
 
 class Writable:
@@ -166,6 +165,4 @@ class Writable:
 
     def close(self) -> None:
         """Close what is open still; what was not finished need not last."""
-        for fd in self._descriptors.drain():
-            with contextlib.suppress(OSError):
-                self._files.close(fd)
+        self._descriptors.abandon(self._files.close)
