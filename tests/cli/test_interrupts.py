@@ -19,6 +19,7 @@ from calling import outcore as call
 
 import outcore
 from outcore.checkpoint.interrupts import ECHO
+from outcore.cli.train import _ending
 from outcore.report.metrics import Metrics
 from outcore.report.step import Step
 
@@ -239,6 +240,14 @@ with outcore.Interrupts(grace={600 if second else 0.1}) as interrupts:
     threading.Event().wait(30)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 143
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_torchruns_own_patience_is_said(launched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if launched:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    assert ("--shutdown-timeout" in _ending()) is launched
 
 
 def test_before_the_first_step_there_is_nothing_to_save(

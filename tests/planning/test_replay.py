@@ -14,6 +14,7 @@ from torch import nn
 import outcore
 from exact.families import FAMILIES
 from outcore.errors import UsageError
+from outcore.memory.heap import USUAL, Rule
 from outcore.planning.recorder import Span
 from outcore.planning.replay import replay
 from outcore.planning.subject import Subject
@@ -152,6 +153,30 @@ def test_what_cannot_be_run_is_rated() -> None:
     assert Replays(small, Timebook(), Counted()).seconds(span) == rated.seconds(span)
     long = replace(span, work=Work({"bf16": 10**15}))
     assert Replays(CPU, Timebook(), Counted()).seconds(long) == rated.seconds(long)
+
+
+def test_a_time_is_in_the_middle_of_two_rounds_at_least() -> None:
+    """After one that isn't counted, however long they take."""
+    clock = Counted()
+    span = linear_span()
+    assert isinstance(span.tape, Tape)
+    replay(span.tape, clock)
+    assert next(clock.looks) == 2 * 3
+
+
+def test_spans_are_run_under_the_heap_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And kept apart from those of another: the rule is that of `outcore.model.sites`."""
+    applied: list[Rule] = []
+    monkeypatch.setattr(Rule, "apply", lambda rule: applied.append(rule))
+    book, span = Timebook(), linear_span()
+    timing = Replays(CPU, book, Counted())
+    rules = [Rule.of(host, roomy) for host, roomy in ((64 << 20, False), (4 << 30, False), (4 << 30, True))]
+    assert len(set(rules)) == 3
+    for host, roomy in ((64 << 20, False), (4 << 30, False), (4 << 30, True)):
+        with timing.within(host, roomy):
+            timing.seconds(span)
+    assert applied == [rule for own in rules for rule in (own, USUAL)]
+    assert len(book._found) == 3
 
 
 def test_times_are_kept_until_the_machine_is_profiled_again(tmp_path: Path) -> None:

@@ -291,11 +291,15 @@ def _interrupts(settings: Settings, patient: bool) -> Interrupts:
 
     if not patient:
         return outcore.Interrupts(None, "this pass")
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
-    ending = "this step (torchrun waits for it 30 s, or its --shutdown-timeout)" if launched else "this step"
-    interrupts = outcore.Interrupts(GRACE if settings.grace is None else settings.grace, ending)
+    interrupts = outcore.Interrupts(GRACE if settings.grace is None else settings.grace, _ending())
     interrupts.hint = f"resume with: {command(settings)}"
     return interrupts
+
+
+def _ending() -> str:
+    """What is waited for after a signal, and who doesn't wait as long."""
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    return "this step (torchrun waits for it 30 s, or its --shutdown-timeout)" if launched else "this step"
 
 
 def command(settings: Settings) -> str:
