@@ -59,7 +59,11 @@ def _planned(plan: Plan) -> str:
 
 def _widened(settings: Settings, device: torch.device) -> str:
     slow = device.type == "cpu" and outcore.Precision(settings.precision).dtype in slow_dtypes()  # type: ignore[arg-type]
-    return ", multiplied as fp32 for want of instructions" if slow and is_widening() else ""
+    return (
+        " (which it has no instructions for: matrices are multiplied as fp32)"
+        if slow and is_widening()
+        else ""
+    )
 
 
 def _slices(settings: Settings, built: Built) -> str:
