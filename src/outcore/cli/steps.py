@@ -165,15 +165,15 @@ class Steps:
 
     def _agree(self, loss: float) -> tuple[float, bool]:
         """The loss over all ranks, and whether any was asked to stop and keep what it has."""
-        loss, self._stopping = self._launch.agreed(self._built.model, loss, self._is_asked())
+        loss, self._stopping = self._launch.agreed(self._built.model, loss, self._wants_to_stop())
         return loss, self._stopping
 
-    def _is_asked(self) -> bool:
+    def _wants_to_stop(self) -> bool:
         return self._keeping is not None and (self._interrupts.asked or self._failure is not None)
 
     def _is_stopped(self) -> bool:
         """Whether all ranks stop: one alone needs no agreement, and hears of a signal until the last moment."""
-        return self._stopping or (self._launch.size == 1 and self._is_asked())
+        return self._stopping or (self._launch.size == 1 and self._wants_to_stop())
 
     def _say_kept(self, step: int) -> None:
         if self._keeping is None:
