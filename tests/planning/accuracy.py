@@ -41,6 +41,7 @@ class Case:
         batch: one micro-batch.
         microbatch: rows of a slice of recomputed blocks.
         way: what blocks do with their activations, if it is neither to keep nor to recompute them.
+        precision: what the model computes in.
         roomy: everything fits on the host. Otherwise a third of the states do, beside what is needed at least.
         device: the name of the device, if it is not the CPU.
     """
@@ -54,6 +55,7 @@ class Case:
     chunk: str = "256KiB"
     microbatch: int | None = None
     way: Any = None
+    precision: Any = "bf16"
 
     def model(self) -> nn.Module:
         torch.manual_seed(7)
@@ -61,7 +63,8 @@ class Case:
 
     def subject(self, model: nn.Module | None = None) -> Subject:
         model = self.model() if model is None else model
-        return Subject(model, outcore.AdamW(model.parameters()), self.batch, on_host=self.device is None)
+        optimizer, precision = outcore.AdamW(model.parameters()), outcore.Precision(self.precision)
+        return Subject(model, optimizer, self.batch, precision=precision, on_host=self.device is None)
 
     @property
     def settings(self) -> Settings:
@@ -116,6 +119,7 @@ def measure(
         optimizer,
         budget=Budget(device=limits.device, host=limits.host, disk=f"{folder}:{limits.disk}"),
         activations=case.activations,
+        precision=outcore.Precision(case.precision),
         device=case.device,
         chunk_size=case.chunk,
     )

@@ -15,7 +15,7 @@ import outcore
 from exact.families import FAMILIES
 from outcore.chunks.chunk import Residence
 from outcore.planning.cache import Cache
-from outcore.planning.flow import Piece
+from outcore.planning.flow import Piece, Traffic
 from outcore.planning.minimum import needs
 from outcore.planning.outcome import Limits, Outcome
 from outcore.planning.passage import Passage
@@ -137,7 +137,7 @@ def test_a_module_that_is_never_called_is_planned(host: int) -> None:
 
 def updater(budget: int, pieces: list[Piece], ticks: list[list[Piece]]) -> tuple[Cache, Updater, Route]:
     route = Route([[(("update", k), tuple(needs)) for k, needs in enumerate(ticks)]], len(pieces))
-    cache = Cache(budget, 1 << 20, 100.0, 100.0, route)
+    cache = Cache(budget, 1 << 20, Traffic(100.0, 100.0), route)
     cache.beside = Updater(cache, 2.0)
     return cache, cache.beside, route
 
@@ -219,7 +219,7 @@ def test_no_more_than_a_quarter_is_read_ahead_but_for_the_next_two_ticks() -> No
 def test_each_transfer_takes_its_turn_and_computing_slows_the_disk_as_the_disk_slows_computing() -> None:
     first, second = Piece(100, 0), Piece(100, 1)
     route = Route([[(("update", 0), (first,)), (("update", 1), (second,))]], 2)
-    cache = Cache(400, 1 << 20, 100.0, 100.0, route, taxed=0.5, slowed=0.25, turn=1.0)
+    cache = Cache(400, 1 << 20, Traffic(100.0, 100.0, turn=1.0, taxed=0.5, slowed=0.25), route)
     cache.bring((first,), fresh=True)
     cache.release((first,))
     emptied(cache)
@@ -232,6 +232,27 @@ def test_each_transfer_takes_its_turn_and_computing_slows_the_disk_as_the_disk_s
     cache.bring((first,))
     assert cache.now == pytest.approx(8.5)
     assert cache.waited["disk read"] == pytest.approx(0.5)
+
+
+def test_each_use_of_a_piece_takes_the_time_of_who_uses_it() -> None:
+    first, second = Piece(100, 0), Piece(100, 1)
+    route = Route([[(("update", 0), (first,)), (("update", 1), (second,))]], 2)
+    cache = Cache(400, 1 << 20, Traffic(100.0, 100.0, use=0.25), route)
+    cache.bring((first, second), fresh=True)
+    cache.release((first, second))
+    assert cache.now == 0.0  # as long as there is room for all
+    emptied(cache)
+    before = cache.now
+    cache.bring((first, second))
+    assert cache.now == before + 0.5 + 2.0
+
+
+def test_uses_of_chunks_are_a_part_of_a_step_that_has_a_disk() -> None:
+    tight = Limits(None, 3 << 20, 1 << 30)
+    for limits, least in ((tight, 0.02), (ROOMY, 0.0)):
+        free, busy = (simulated(replace(CPU, use=use), limits).seconds for use in (0.0, 1e-3))
+        assert busy - free >= least
+        assert (busy == free) is (limits is ROOMY)
 
 
 def test_chunks_pass_through_a_pool_that_is_too_small_for_them(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from outcore.errors import BudgetError
 from outcore.memory.ledger import Ledger
 from outcore.planning.beside import FOREVER, Beside, Nobody
 from outcore.planning.course import Course
-from outcore.planning.flow import Disk, Piece
+from outcore.planning.flow import Disk, Piece, Traffic
 from outcore.planning.route import Route
 
 
@@ -43,11 +43,7 @@ class Cache:
     Args:
         budget: bytes of the host.
         disk_budget: bytes of the disk; 0 for none.
-        read: bytes per second of the disk.
-        write: likewise.
-        taxed: share of its speed that the training thread keeps while the disk works.
-        slowed: share of its speed that the disk keeps while the training thread computes.
-        turn: seconds that a transfer takes beside those of its bytes.
+        traffic: between them.
         working: the most bytes that one use needs.
     """
 
@@ -55,12 +51,8 @@ class Cache:
         self,
         budget: int,
         disk_budget: int,
-        read: float,
-        write: float,
+        traffic: Traffic,
         route: Route,
-        taxed: float = 1.0,
-        slowed: float = 1.0,
-        turn: float = 0.0,
         working: int = 0,
     ) -> None:
         self._budget = budget
@@ -72,7 +64,7 @@ class Cache:
             budget, self._held, self, Belady(self.course), self._begin_write, has_disk=bool(disk_budget)
         )
         self._working = working
-        self.disk = Disk(read, write, self._moved, turn) if disk_budget else None
+        self.disk = Disk(traffic, self._moved) if disk_budget else None
         self.now = 0.0
         self.reserved = 0
         self.disk_used = 0
@@ -82,8 +74,9 @@ class Cache:
         self.beside: Beside = Nobody()
         self.waited = {"disk read": 0.0, "disk write": 0.0, "update": 0.0}
         self.leaving = 0
-        self._taxed = taxed
-        self._slowed = slowed
+        self._taxed = traffic.taxed
+        self._slowed = traffic.slowed
+        self._use = traffic.use
         self._moment: float | None = None  # of the transfer that just ended, while the clock is still behind
         self._count = 0
 
@@ -91,6 +84,11 @@ class Cache:
     def position(self) -> int:
         """The tick at which the run is."""
         return self.course.now
+
+    @property
+    def use(self) -> float:
+        """Seconds of a thread that each use of a piece takes: none where nobody ever had to leave."""
+        return self._use if self.disk_used else 0.0
 
     @property
     def used(self) -> int:
@@ -224,6 +222,7 @@ class Cache:
 
     def bring(self, pieces: Sequence[Piece], write: bool = False, fresh: bool = False) -> None:
         """Pin pieces, once they are there (for writing, once no transfer uses them)."""
+        self.work(self.use * len(pieces), shared=True)
         for piece in pieces:
             piece.pins += 1
         for piece in pieces:

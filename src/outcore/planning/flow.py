@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -44,22 +45,38 @@ class Piece(Chunk):
         self.stored = False
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """What transfers between host and disk take, and what they take from computing.
+
+    Attributes:
+        read: bytes per second.
+        write: likewise.
+        turn: seconds that a transfer takes beside those of its bytes.
+        taxed: share of its speed that the training thread keeps while the disk works.
+        slowed: share of its speed that the disk keeps while the training thread computes.
+        use: seconds of the thread that uses it that each use of a piece takes.
+    """
+
+    read: float
+    write: float
+    turn: float = 0.0
+    taxed: float = 1.0
+    slowed: float = 1.0
+    use: float = 0.0
+
+
 class Disk:
     """Serves whole pieces in order, reads first, as `outcore.memory.lane` does.
 
     Args:
-        read: bytes per second.
-        write: likewise.
         done: called with each piece and its time when its transfer ends.
-        turn: seconds that each transfer takes beside those of its bytes.
     """
 
-    def __init__(
-        self, read: float, write: float, done: Callable[[Piece, bool, float], None], turn: float = 0.0
-    ) -> None:
-        self._rates = (read, write)
+    def __init__(self, traffic: Traffic, done: Callable[[Piece, bool, float], None]) -> None:
+        self._rates = (traffic.read, traffic.write)
         self._done = done
-        self._turn = turn
+        self._turn = traffic.turn
         self._reads: deque[tuple[Piece, float]] = deque()
         self._writes: deque[tuple[Piece, float]] = deque()
         self._in_row = 0

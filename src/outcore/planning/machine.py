@@ -44,6 +44,8 @@ class Machine:
         taxed: the share of its speed that computing keeps while the disk is busy.
         slowed: the share of its speed that the disk keeps while something is computed.
         turn: seconds that a transfer between host and disk takes beside those of its bytes.
+        use: seconds that a thread spends on a use of a chunk, where there is a disk and the CPU computes: it looks who
+            comes and who leaves.
         attention: FLOP/s of fused attention as a share of those of matrix products.
         in_node: from each accelerator to the others of its node, each way; 0 if there are no others.
         network: from each accelerator to other nodes, each way; 0 if there are none.
@@ -74,6 +76,7 @@ class Machine:
     network: float = 0.0
     slowed: float = 1.0
     turn: float = 0.0
+    use: float = 0.0
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -94,10 +97,9 @@ class Machine:
             raise UsageError(f"flops must be stated for at least one of {', '.join(DTYPES)}")
         if not 0 < self.reached <= 1:
             raise UsageError(f"reached must be a share above 0 and at most 1, and is {self.reached!r}")
-        if not 0 <= self.overhead < 1:
-            raise UsageError(f"overhead must be seconds, from 0 to below 1, and is {self.overhead!r}")
-        if not 0 <= self.turn < 1:
-            raise UsageError(f"turn must be seconds, from 0 to below 1, and is {self.turn!r}")
+        for name in ("overhead", "turn", "use"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"{name} must be seconds, from 0 to below 1, and is {getattr(self, name)!r}")
         for name, most in (("both", 2), ("taxed", 1), ("slowed", 1), ("attention", 4)):
             value = getattr(self, name)
             if not 0 < value <= most and not (name == "both" and value == 0):

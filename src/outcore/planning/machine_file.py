@@ -55,6 +55,7 @@ _DEFAULTS: dict[str, Any] = {
     "network": 0.0,
     "slowed": 1.0,
     "turn": 0.0,
+    "use": 0.0,
 }
 
 
@@ -106,7 +107,7 @@ def from_table(table: Mapping[str, Any], name: str) -> Machine:
     if not isinstance(values["flops"], Mapping):
         raise UsageError("flops must be a table: [flops], then lines such as bf16 = 165e12")
     values["flops"] = dict(values["flops"])
-    for share in ("reached", "overhead", "both", "taxed", "slowed", "turn", "attention"):
+    for share in ("reached", "overhead", "both", "taxed", "slowed", "turn", "use", "attention"):
         if isinstance(values[share], bool) or not isinstance(values[share], (int, float)):
             raise UsageError(f"{share} must be a number, and is {values[share]!r}")
     return Machine(**values)

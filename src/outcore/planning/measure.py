@@ -66,7 +66,7 @@ def measure(
     say("operators")
     overhead = launching(device)
     taxed = slowed = 1.0
-    turn = 0.0
+    turn = use = 0.0
     say("computing beside an update")
     both = sum(together(product(device), update_of(COUNT)[0]))
     read, write = 0.0, 0.0
@@ -74,7 +74,7 @@ def measure(
         say(f"the disk at {os.fspath(folder)}")
         with Disk(folder) as probe:
             read, write = probe.rates()
-        read, write, turn, taxed, slowed = passing(folder, read, write, product(device))
+        read, write, turn, use, taxed, slowed = passing(folder, read, write, product(device))
     on_device, host, room = sizes(device, folder)
     return Machine(
         name=f"{os.uname().nodename}, {device}",
@@ -95,6 +95,7 @@ def measure(
         taxed=min(1.0, taxed),
         slowed=min(1.0, slowed),
         turn=turn,
+        use=use,
         attention=min(4.0, share),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
@@ -237,7 +238,7 @@ def together(first: Callable[[], object], second: Callable[[], object]) -> tuple
 
 def passing(
     folder: str | os.PathLike[str], read: float, write: float, work: Callable[[], object]
-) -> tuple[float, float, float, float, float]:
+) -> tuple[float, float, float, float, float, float]:
     """What a disk does for a pool, see `outcore.planning.passage`.
 
     Args:
@@ -246,17 +247,19 @@ def passing(
         work: what is computed beside it.
 
     Returns:
-        ``read`` and ``write`` as they are where both take turns, seconds of a transfer beside those of its bytes, the
-        share of its speed that ``work`` keeps beside transfers, and the share that these keep.
+        ``read`` and ``write`` as they are where both take turns, seconds of a transfer beside those of its bytes,
+        seconds that a thread spends on a use of a small chunk, the share of its speed that ``work`` keeps beside
+        transfers, and the share that these keep.
 
     Raises:
         TierError: the disk can't be used.
     """
-    seconds, kept = {}, []
+    seconds, uses, kept = {}, {}, []
     for nbytes, count in PASSING.items():
         with Passage(folder, nbytes, count) as passage:
-            moved, start = passage.moved, time.perf_counter()
-            _speed(passage.lap, SPAN)
+            moved, start, spent = passage.moved, time.perf_counter(), time.thread_time()
+            laps = _counted(passage.lap, SPAN)
+            uses[nbytes] = (time.thread_time() - spent) / (laps * count)
             transfers = max(1, (passage.moved - moved) // nbytes)
             seconds[nbytes] = (time.perf_counter() - start) / transfers
             kept.append(together(work, passage.lap))
@@ -265,16 +268,23 @@ def passing(
     share = min(1.0, (1 / read + 1 / write) / 2 / each) if each else 1.0
     turn = max(0.0, seconds[small] - small * (1 / read + 1 / write) / 2 / share)
     taxed, slowed = (sum(shares) / len(kept) for shares in zip(*kept, strict=True))
-    return read * share, write * share, turn, taxed, slowed
+    return read * share, write * share, turn, uses[small], taxed, slowed
 
 
 def _speed(work: Callable[[], object], seconds: float) -> float:
     """How often some work is done per second."""
+    start = time.perf_counter()
+    count = _counted(work, seconds)
+    return count / (time.perf_counter() - start)
+
+
+def _counted(work: Callable[[], object], seconds: float) -> int:
+    """Do some work again and again for so long, once at least. Returns how often."""
     count, start = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - start) < seconds or count == 0:
+    while time.perf_counter() - start < seconds or count == 0:
         work()
         count += 1
-    return count / elapsed
+    return count
 
 
 def launching(device: torch.device) -> float:

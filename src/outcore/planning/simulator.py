@@ -17,7 +17,8 @@ activations leave room for less than two of them.
 [Note: Who shares what]
 Where the CPU computes, updates take its cores from it, and so do the threads of the disk (pages, checksums, what the
 pool does about each transfer), which in their turn wait for cores. ``outcore profile`` measures what is left to each:
-`Machine.both`, `Machine.taxed`, `Machine.slowed`. Two updates at a time share the cores in any case.
+`Machine.both`, `Machine.taxed`, `Machine.slowed`. And where there is a disk, whoever uses a chunk first sees to it that
+it is there and that others leave for it: `Machine.use`. Two updates at a time share the cores in any case.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from outcore.model.saved.store import SOON
 from outcore.model.unit import Unit
 from outcore.planning.cache import Cache
 from outcore.planning.fake_step import Trace
-from outcore.planning.flow import Link, Piece
+from outcore.planning.flow import Link, Piece, Traffic
 from outcore.planning.frames import Frame, Frames
 from outcore.planning.laps import laps, updates
 from outcore.planning.machine import Machine
@@ -99,12 +100,8 @@ class Simulation:
         self._cache = Cache(
             limits.host,
             limits.disk,
-            machine.disk_read,
-            machine.disk_write,
+            self._traffic(),
             self._route,
-            machine.taxed,
-            machine.slowed,
-            machine.turn,
             found.working,
         )
         self._updater = Updater(self._cache, machine.beside)
@@ -126,6 +123,12 @@ class Simulation:
         self._compute = 0.0
 
     # -- construction -----------------------------------------------------------------------------
+
+    def _traffic(self) -> Traffic:
+        """On a device, what the host does about chunks hides behind the device's work."""
+        m = self._machine
+        use = m.use if self._limits.device is None else 0.0
+        return Traffic(m.disk_read, m.disk_write, m.turn, m.taxed, m.slowed, use)
 
     @staticmethod
     def _frame(stores: Sequence[StorePieces]) -> Frame:
@@ -249,7 +252,8 @@ class Simulation:
     def _job(self, needs: Sequence[Piece], tick: int) -> Job:
         gradient, *written = needs
         nbytes = gradient.nbytes + 2 * sum(piece.nbytes for piece in written)
-        return Job(gradient, written, tick, nbytes / self._machine.update)
+        seconds = nbytes / self._machine.update + self._cache.use * len(needs)
+        return Job(gradient, written, tick, seconds)
 
     def _settle(self, units: Sequence[int]) -> None:
         """The units are about to be used: their updates must be done."""
