@@ -5,7 +5,7 @@ roomy, on the CPU and, if asked for, on the emulated device. Time: ten settings 
 in rounds in which this machine is profiled and each setting is planned and run; two rounds take under six minutes.
 
     python benchmarks/plan_accuracy.py --folder DIR [--device emu] [--large] [--json FILE]
-    python benchmarks/plan_accuracy.py --folder DIR [--device emu] --time [--rounds N] [--cpu] [--only WORD]
+    python benchmarks/plan_accuracy.py --folder DIR [--device emu] --time [--rounds N] [--cpu] [--only WORD] [--link G]
 """
 
 from __future__ import annotations
@@ -244,6 +244,11 @@ def main() -> None:
         "and threads wait for is then left out on both sides, but not what the disk's threads do",
     )
     parser.add_argument("--only", default="", help="of --time: settings whose name has this in it")
+    parser.add_argument(
+        "--link",
+        type=float,
+        help="GB/s of the emulated device's links: the less, the more a step is bound by them",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="of --time: profiles, and runs of each setting")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -254,7 +259,7 @@ def main() -> None:
         from emulated import accelerator
 
         accelerator.load()
-        link = (SLOW if options.time else LINK) / 1e9
+        link = options.link or (SLOW if options.time else LINK) / 1e9
         accelerator.configure(h2d_gbps=link, d2h_gbps=link, checker=False, poison=False)
     rows = (times if options.time else memory)(options)
     if options.json:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from outcore.model.matmuls import widen_matmuls
     from outcore.model.policies import Activations, Precision
     from outcore.model.shares import Part, Shares
-    from outcore.offloaded import gather, offload, release, shares, snapshot, weights
+    from outcore.offloaded import change, gather, offload, release, shares, snapshot, weights
     from outcore.optim.foreign import Foreign
     from outcore.optim.optimizer import Optimizer
     from outcore.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
@@ -67,6 +67,7 @@ __all__ = [
     "Sharding",
     "Shares",
     "Snapshot",
+    "change",
     "export",
     "first_nonfinite",
     "from_dcp",
@@ -106,6 +107,7 @@ _HOMES = {
     "Sharding": "outcore.parallel.sharding",
     "Shares": "outcore.model.shares",
     "Snapshot": "outcore.memory.ledger",
+    "change": "outcore.offloaded",
     "export": "outcore.checkpoint.export",
     "first_nonfinite": "outcore.report.health",
     "from_dcp": "outcore.checkpoint.dcp.read",

@@ -25,6 +25,7 @@ from outcore.model.assembly import Assembly
 from outcore.model.backward import BackwardPass
 from outcore.model.hooks import PointHooks
 from outcore.model.laps import Laps
+from outcore.model.owners import Owners
 from outcore.model.placement import move_buffers, replace_data
 from outcore.model.policies import Activations, offloads
 from outcore.model.readers import Readers
@@ -34,6 +35,7 @@ from outcore.model.saved.seam import NothingSaved, Saved
 from outcore.model.saved.store import SavedTensors
 from outcore.model.sites import Site
 from outcore.model.slices.heads import slice_loss
+from outcore.model.unit import Binding
 from outcore.model.units import discover
 from outcore.optim.due import Due
 from outcore.optim.gradients import Gradients
@@ -105,10 +107,13 @@ class Engine:
         )
         roomy = 2 * found.total <= limits.host
         self.gauge = site.gauge(self.stage, self.pool, self.ledger, roomy, self._outside)
+        self.owners = Owners()
         self.saver: SavedTensors | None = None
         if any(map(offloads, self.ways.values())):
             carrier = site.carrier(self.pool, self.ledger)
-            self.saver = SavedTensors(carrier, self.pool, self.stage.device, self.units, model.buffers)
+            self.saver = SavedTensors(
+                carrier, self.pool, self.stage.device, self.units, self.owners, model.buffers
+            )
         self.saved: Saved = self.saver or NothingSaved()
         self.residency = Residency(
             self.stage,
@@ -119,6 +124,7 @@ class Engine:
             self.ledger,
             self.ranks,
             self.saved,
+            self.owners,
         )
         self.backward = BackwardPass(self.residency, self.stage.gradients_complete, self._backward_over)
         if self.saver is not None:
@@ -156,12 +162,12 @@ class Engine:
             self._undo.append(hooks.remove)
         self._treat_blocks()
         if self.stage.lasting:
-            readers = Readers(self.backward.read)
+            readers = Readers(self.backward.read, self.owners, self.stage.device)
             for point in self.points:
                 if not offloads(
                     self.ways.get(point.name, "keep")
                 ):  # there, what is saved is looked at anyway
-                    self._undo.append(readers.around(point.module, [self.units[i] for i in point.units]))
+                    self._undo.append(readers.around(point.module))
         self._undo += self.stage.hang(model)
         self._undo += filter(None, [slice_loss(model, self.activations)])
         device, dtype = self.stage.device, self.precision.dtype
@@ -240,6 +246,7 @@ class Engine:
         binding = unit.bindings[place]
         if binding.store.run.trained:
             with self.ranks.telling("the gradients of a pass"):
+                self._refuse_clipped(binding)
                 self.updates.finish()  # no chunk holds gradients of two steps
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
                 self.stage.collect(unit, binding, self.rowless.clean(gradient.detach()))
@@ -282,6 +289,23 @@ class Engine:
                 "optimizer.backward(loss) in its place"
             )
 
+    def _refuse_clipped(self, binding: Binding) -> None:
+        if self.optimizer is not None and self.optimizer.clipped:
+            raise StateError(
+                f"the gradients of this step were clipped, and {binding.name} has another one: clip once a step, after "
+                "its last backward"
+            )
+
+    def _refuse_set(self) -> None:
+        for unit in self.units:
+            for binding in unit.bindings:
+                if binding.parameter.grad is not None:
+                    raise StateError(
+                        f"{binding.name}.grad was set by hand, or the parameter was frozen when the model was "
+                        "offloaded: this step would not use it, for gradients are taken as backward() gives them; "
+                        "set it to None"
+                    )
+
     def _refuse_loading(self, module: nn.Module, *args: Any) -> None:
         raise StateError(
             "load_state_dict() can't reach an offloaded model's parameters: load them before offload(), or give "
@@ -304,6 +328,7 @@ class Engine:
 
     def sum_of_squares(self, transform: GradTransform) -> float:
         with self.ranks.telling("the norm of the gradients"):
+            self._refuse_set()
             self.updates.preserver.report()  # before the step changes anything
             self.stage.settle_gradients()
             return self.gradients.sum_of_squares(transform)
@@ -322,9 +347,9 @@ class Engine:
         assert self.pipeline is not None
         self.gauge.end()
         with self.residency.changing():
-            self.pipeline.begin(due)
+            changing = frozenset(self.pipeline.begin(due))  # not what is due: some of it may be done already
             for unit in self.units:
-                unit.steps += self.updates.is_due(unit.stores)
+                unit.steps += not changing.isdisjoint(unit.stores)
                 self.stage.stale(unit)
         if self.pool.floor < 2 * self._largest_update:
             self.pipeline.finish()  # beside the activations of a forward there would not be room for updates
@@ -351,7 +376,19 @@ class Engine:
         self.settle()
         self.clear()
         for unit in self.units:
+            unit.steps += 1
             self.stage.replaced(unit)
+
+    def change(self, function: weights_of.Change) -> None:
+        """Let a function change all parameters, one after the other."""
+        if self.backward.running or any(unit.opened for unit in self.units):
+            raise StateError("parameters can't be changed within a forward, a backward or outcore.gather")
+        self.updates.preserver.finish()
+        self.settle()
+        for unit in self.units:
+            self.stage.replaced(unit)
+            unit.steps += 1
+            weights_of.change(unit, function, self.pool, self.rule, self.ranks)
 
     def settle(self) -> None:
         """Wait for updates and copies: afterwards all chunks are as the steps so far leave them."""

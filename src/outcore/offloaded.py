@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from outcore.engine import Engine
-from outcore.errors import StateError, UsageError
+from outcore.errors import ModelError, StateError, UsageError
 from outcore.memory.budget import Budget
 from outcore.memory.device import find
 from outcore.memory.ledger import Snapshot
@@ -145,7 +146,26 @@ def _check(
     taken = {b.parameter for engine in engines for unit in engine.units for b in unit.bindings}
     if not taken.isdisjoint(model.parameters()):
         raise StateError("parameters of this model are offloaded already, with another model")
+    _refuse_shared(model)
     return optimizer
+
+
+def _refuse_shared(model: nn.Module) -> None:
+    """
+    Raises:
+        ModelError: two parameters lie in the same memory, as tied weights in disguise.
+    """
+    spans = sorted(
+        (p.data_ptr(), p.data_ptr() + p.nbytes, name)
+        for name, p in model.named_parameters()
+        if p.device.type == "cpu" and p.layout is torch.strided and p.numel() and p.is_contiguous()
+    )
+    for (_, stop, first), (start, _, second) in itertools.pairwise(spans):
+        if start < stop:
+            raise ModelError(
+                f"{first} and {second} are two parameters in the same memory, and would be one no longer: tie the "
+                "parameter itself, second.weight = first.weight"
+            )
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -169,12 +189,34 @@ def weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return engine_of(model).masters()
 
 
+@allocating("a parameter to be changed")
+def change(model: nn.Module, function: weights_of.Change) -> None:
+    """Change parameters between two steps, one at a time, in full precision, with memory for no more than one::
+
+        outcore.change(critic, lambda name, value: value.clamp_(-0.01, 0.01))
+
+    Args:
+        function: called with each parameter's name and value, on the CPU: the fp32 master of those that are trained,
+            others in the dtype they are computed in. It changes the value in place, or returns another of that shape.
+            On several ranks it is called on all of them, and must do the same.
+
+    Moments and gradients stay. What a forward before left for its backward is refused there, as after a step. If the
+    function raises, the parameters before that one are changed.
+
+    Raises:
+        StateError: the model is not offloaded, or in use.
+        UsageError: the function gave something that is no such value, or not the same on all ranks.
+    """
+    engine_of(model).change(function)
+
+
 @contextmanager
 def gather(model: nn.Module) -> Iterator[None]:
     """Open all parameters for reading: inside, they have their values, in the compute dtype.
 
     Raises:
         BudgetError: the budget can't hold them all at once.
+        StateError: one was changed inside; `change` is made for that.
     """
     engine = engine_of(model)
     entered = []
@@ -184,8 +226,7 @@ def gather(model: nn.Module) -> Iterator[None]:
             entered.append(unit)
         yield
     finally:
-        for unit in entered:
-            engine.residency.leave(unit)
+        engine.residency.leave(*entered)
 
 
 def shares(model: nn.Module, split: Split = "even") -> Shares:

@@ -50,6 +50,18 @@ def test_what_can_not_fit_is_refused_before_the_first_step(tmp_path: Path) -> No
     assert not (tmp_path / "a" / "metrics.jsonl").exists()
 
 
+@pytest.mark.emulated
+@pytest.mark.usefixtures("profiled", "emu")
+def test_where_there_is_an_accelerator_the_cpu_can_be_planned_for(tmp_path: Path) -> None:
+    common = ("train", *TINY, "--data", text(tmp_path), "--steps", 1, "--plan", "auto")
+    done = outcore(*common, "--device", "cpu", "--log-dir", tmp_path / "a")
+    assert done.exit_code == 0, done.output
+    assert outcore("plan", *TINY).exit_code == 0
+    done = outcore(*common, "--log-dir", tmp_path / "b")
+    assert done.exit_code == 2
+    assert "of another device: run outcore profile --device emu again" in done.output + done.stderr
+
+
 def test_a_search_wants_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     common = ("train", *TINY, "--data", text(tmp_path), "--device", "cpu", "--log-dir", tmp_path / "a")

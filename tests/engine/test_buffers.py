@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +14,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 import outcore
 from engine.twin import Run, floats, same, spread
 from outcore.errors import ModelError
+from outcore.model.slices.block import recompute_in_slices
 
 WIDTH = 48
 
@@ -90,6 +92,33 @@ def test_recomputing_leaves_no_trace(kind: type[nn.Module], calls: int, tmp_path
         precision="fp32",
         activations=outcore.Activations("recompute"),
     )
+
+
+@pytest.mark.parametrize("kind", [Averages, Iterates, Replaces])
+def test_a_batch_of_one_slice_leaves_no_trace_either(kind: type[nn.Module], tmp_path: Path) -> None:
+    same(
+        script,
+        tmp_path,
+        lambda: Model(kind),
+        precision="fp32",
+        activations=outcore.Activations("recompute", microbatch=3),
+    )
+
+
+@pytest.mark.parametrize("kind", [Iterates, Replaces])
+def test_slices_go_on_from_each_other_as_micro_batches_do(kind: type[nn.Module]) -> None:
+    torch.manual_seed(7)
+    plain = kind()
+    sliced = copy.deepcopy(plain)
+    recompute_in_slices(sliced, "a block", 1)
+    rows = torch.randn(3, 12, WIDTH)
+    for row in rows.split(1):
+        plain(row).square().sum().backward()
+    sliced(rows).square().sum().backward()
+    for one, other in zip(plain.parameters(), sliced.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    for one, other in zip(plain.buffers(), sliced.buffers(), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.emulated

@@ -125,6 +125,16 @@ class InMemory(LocalBackend):
         self._rule.master(self._parameters[index].detach().view(-1), self._states(index), out)
         return out.view(parameter.shape)
 
+    def set_weight(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Change a parameter in full precision; its moments stay."""
+        index = self._number.get(parameter)
+        if index is None:
+            parameter.data.copy_(value)
+            return
+        kept = self._parameters[index]
+        self._rule.set_master(kept.detach().view(-1), self._states(index), value.reshape(-1))
+        parameter.data.copy_(kept.detach())
+
 
 def _on_host(parameter: nn.Parameter) -> nn.Parameter:
     """The parameter itself, or its copy if it is on a device."""

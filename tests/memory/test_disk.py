@@ -3,9 +3,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import gettempdir
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,6 +228,51 @@ def test_speed_is_measured() -> None:
         for _ in range(5):
             tier.write_now(extent, region.buffer)
         assert tier._lanes[0].rate > 1e6
+
+
+class Timed(MemoryFile):
+    """Each write takes a second of a clock that nothing else moves; the last one waits until it is let go."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.now, self.last = 0.0, last
+        self.reached, self.free = threading.Event(), threading.Event()
+
+    def pwrite(self, view: memoryview, offset: int) -> int:
+        if self.now == self.last:
+            self.reached.set()
+            assert self.free.wait(60)
+        self.now += 1.0
+        return super().pwrite(view, offset)
+
+
+def test_the_speed_of_a_file_that_never_rests_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = Timed(last=24)
+    monkeypatch.setattr("outcore.memory.lane.time", SimpleNamespace(perf_counter=lambda: file.now))
+    with DiskTier([file], ledger=Ledger(), budget=256 * MiB, threads=1, request_bytes=4 * MiB) as tier:
+        region = reserve(16 * MiB)
+        tier.write_now(tier.allocate(16 * MiB), region.buffer)  # then it rests, this once
+        futures = [tier.write(tier.allocate(16 * MiB), region.buffer) for _ in range(6)]
+        try:
+            assert file.reached.wait(60)
+            assert tier._lanes[0].rate == 4 * MiB
+        finally:
+            file.free.set()
+        for future in futures:
+            future.result()
+
+
+def test_a_closed_tier_holds_nothing_of_any_kind() -> None:
+    ledger = Ledger()
+    tier = DiskTier([MemoryFile()], ledger=ledger, budget=MiB)
+    tier.allocate(BLOCK, kind="state")
+    tier.allocate(BLOCK)
+    levels: dict[str, int] = {}
+    ledger.observe(SimpleNamespace(level=lambda tier, kind, nbytes: levels.update({kind: nbytes})))  # type: ignore[arg-type]
+    assert levels == {"state": BLOCK, "other": BLOCK}
+    tier.close()
+    assert levels == {"state": 0, "other": 0}
+    assert ledger.snapshot().held["disk"] == 0
 
 
 def test_extents_say_where_they_are() -> None:

@@ -22,6 +22,7 @@ from outcore.model.device_stage import DeviceStage
 from outcore.model.gathering import Gathering
 from outcore.model.host_frames import HostFrames
 from outcore.offloaded import engine_of
+from outcore.optim.gradients import Gradients
 from parallel.loops import Way, stack, train
 from parallel.test_parallel_bytes import held, large, steps
 from parallel.together import Place
@@ -146,6 +147,26 @@ def gathered_ahead(place: Place) -> list[Any]:
     finally:
         Gathering._propose, HostFrames.gather, DeviceStage._lift = propose, gather, lift  # type: ignore[method-assign]
     return found
+
+
+def measured(place: Place) -> tuple[int, int]:
+    """Runs whose gradients were measured for a norm: of the sums over ranks, and of what this rank has by itself."""
+    seen: list[Gradients] = []
+    measure = Gradients.measure
+
+    def measures(gradients: Gradients, store: Any) -> None:
+        seen.append(gradients)
+        measure(gradients, store)
+
+    with pytest.MonkeyPatch.context() as patch, computing_on(accelerator.NAME):
+        patch.setattr(Gradients, "measure", measures)
+        model = stack()
+        optimizer = lifted(model, Lift(), place)
+        train(model, optimizer, Way(), place)
+        sums = seen.count(engine_of(model).gradients)
+        outcore.release(model)
+        del model, optimizer
+    return sums, len(seen) - sums
 
 
 def states_of(place: Place) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from outcore.errors import BudgetError, PeerError
 from parallel.devices import (
     Lift,
     gathered_ahead,
+    measured,
     on_a_device_as_large_as,
     one_device_fails,
     states_of,
@@ -99,6 +100,13 @@ def test_gathers_come_ahead_of_use(two: Team, tmp_path: Path) -> None:
         assert with_it[1]["lifts"] >= 6
         assert without[1] == {"gathers": 0, "lifts": 0}
         assert same(with_it[0], without[0])
+
+
+def test_sums_alone_are_measured(two: Team, tmp_path: Path) -> None:
+    """No pass goes over what a rank has of its own."""
+    for sums, own in values(two.run(measured, tmp_path)):
+        assert sums > 0
+        assert own == 0
 
 
 def test_memory_wire_and_capacity(two: Team, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from exact.families import FAMILIES
 from outcore.errors import BudgetError, ModelError, UsageError
 from outcore.integrations.shapes import SHAPES, shape
 from outcore.planning.machine import DESCRIBED, Machine
+from outcore.planning.rehearsal import rehearse
 from outcore.planning.settings import Settings, candidates
 from outcore.planning.strategies import KINDS
 from planning.accuracy import CPU, EMU
@@ -92,6 +93,29 @@ def test_what_fits_nowhere_is_refused_with_what_would_do() -> None:
     assert planned(budget=outcore.Budget(host=needed * 21 // 20), micro_batch=2).limits.host > needed
 
 
+def test_without_a_disk_all_states_must_be_on_the_host() -> None:
+    diskless = replace(CPU, disk=0)
+    recomputing = outcore.Activations("recompute")
+    settings: dict[str, Any] = dict(machine=diskless, micro_batch=2, activations=recomputing)
+    with pytest.raises(BudgetError) as caught:
+        planned(budget=outcore.Budget(host="3MiB"), **settings)
+    told = rehearse(LLAMA.build(), None, LLAMA.batch(0), on_host=True, activations=recomputing)
+    assert (caught.value.tier, caught.value.needed) == ("host", told.whole)
+    assert told.least.host < 3 << 20  # what is pinned would have room
+    enough = outcore.Budget(host=told.whole * 21 // 20)
+    assert planned(budget=enough, **settings).limits.host == told.whole * 21 // 20
+
+
+def test_where_the_least_has_room_the_simulated_run_says_what_has_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("outcore.planning.planner.shortage", lambda *arguments: None)
+    with pytest.raises(BudgetError, match="the smallest budgets that would do") as caught:
+        planned(budget=outcore.Budget(host="1MiB"))
+    assert caught.value.tier == "host"
+    assert caught.value.needed > caught.value.budget + 1
+
+
 def test_the_nearest_change_is_named() -> None:
     model = LLAMA.build().train()
     batch = ids(64, 24)
@@ -130,10 +154,10 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 
 def test_the_search_tries_what_it_may() -> None:
     keep = outcore.Activations("keep")
-    every = list(candidates(8, 2, None, None, None))
+    every = list(candidates(8, None, None, None))
     assert {s.micro_batch for s in every} == {8, 4, 2, 1}
     assert all(s.micro_batch * s.accumulate == 8 for s in every)
-    assert list(candidates(8, 2, 4, [keep], 1 << 20)) == [Settings(4, 2, keep, 1 << 20)]
+    assert list(candidates(8, 4, [keep], 1 << 20)) == [Settings(4, 2, keep, 1 << 20)]
 
 
 def test_the_search_finds_the_fastest() -> None:

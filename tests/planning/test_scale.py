@@ -16,9 +16,10 @@ from outcore.errors import UsageError
 from outcore.integrations.shapes import shape
 from outcore.planning.cluster import Cluster, Fabric, Group, Move
 from outcore.planning.machine import DESCRIBED
-from outcore.planning.scale import WAYS, Spread, simulate, spread
+from outcore.planning.scale import Spread, simulate, spread
 from outcore.planning.settings import Settings
 from outcore.planning.subject import Subject
+from outcore.planning.ways import WAYS
 from planning.accuracy import CPU
 
 H100 = DESCRIBED["h100"]
@@ -159,6 +160,29 @@ def test_every_way_is_searched(subject: Subject) -> None:
 def test_what_is_no_cluster_is_refused(cluster: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         Cluster(*cluster)
+
+
+def test_an_unknown_way_is_refused(subject: Subject) -> None:
+    with pytest.raises(UsageError, match=r"unknown way 'ZeRO-4': choose from data parallel, ZeRO-1"):
+        spread(subject, Cluster(H100, 2, 8), ways=["ZeRO-3", "ZeRO-4"])
+    with pytest.raises(UsageError, match="unknown way 'zero-3'"):
+        one(subject, "zero-3", 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--microbatch", 4), "--microbatch is searched"),
+        (("--activations", "keep", "--microbatch", 4), "--activations is searched"),
+        (("--chunk-size", "8MiB"), "--chunk-size is searched"),
+        (("--ranks", 2), "--ranks is for the table of one machine"),
+    ],
+)
+def test_the_command_refuses_what_it_would_not_heed(arguments: tuple[object, ...], said: str) -> None:
+    done = command("plan", "--model", "gpt2-tiny", "--machine", "h100", "--nodes", 2, *arguments)
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"outcore: error: {said}")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_the_command_compares_the_ways() -> None:

@@ -18,7 +18,8 @@ from outcore.memory.ledger import Ledger
 from outcore.offloaded import engine_of
 from outcore.report.shares import busy, fillings, uses
 from outcore.report.timeline import Level, Record, Span, Timeline
-from outcore.report.tracer import parse_steps, timeline_of
+from outcore.report.traced import parse_steps
+from outcore.report.tracer import timeline_of
 
 CPU = torch.device("cpu")
 

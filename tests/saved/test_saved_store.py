@@ -24,6 +24,7 @@ from outcore.memory.disk import DiskTier
 from outcore.memory.frames import Frames
 from outcore.memory.host import PAGE
 from outcore.memory.ledger import Ledger
+from outcore.model.owners import Owners
 from outcore.model.saved.carriers import HostCarrier
 from outcore.model.saved.store import SavedTensors
 
@@ -107,7 +108,9 @@ class Machine(RuleBasedStateMachine):
         self.pool = Pool(self.ledger, self.disk, ROOM * PAGE, self.order, Belady(self.order))
         self.units: Any = [SimpleNamespace(index=k, opened=False, bindings=()) for k in range(UNITS)]
         carrier = HostCarrier(self.pool, Frames())
-        self.saver = SavedTensors(carrier, self.pool, torch.device("cpu"), self.units, lambda: iter(()))
+        self.saver = SavedTensors(
+            carrier, self.pool, torch.device("cpu"), self.units, Owners(), lambda: iter(())
+        )
         self.nodes: list[Node] = []
         self.seen: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self.number, self.faulty, self.crowded = 0, False, False

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.errors import BudgetError
+from outcore.errors import BudgetError, DiskFullError
+from outcore.memory.ledger import Ledger
 from outcore.offloaded import engine_of
 from outcore.trace.gauge import MeteredGauge
 
@@ -98,3 +99,41 @@ def test_an_input_too_large_is_refused_and_the_next_one_runs(tmp_path: Path) -> 
             whole(torch.zeros(1000, dtype=torch.long))
         assert torch.equal(whole(torch.zeros(8, dtype=torch.long)), small)
     outcore.release(whole)
+
+
+class Full:
+    """Shares a budget with activations and, while ``full``, can't make room for them."""
+
+    pinned = 0
+    full = False
+
+    def reserve(self, nbytes: int, ahead: int) -> None:
+        if self.full and nbytes:
+            raise DiskFullError("no space left")
+
+    def hold_idle(self, on: bool) -> None:
+        pass
+
+
+def test_what_could_not_be_set_aside_is_not_given_back() -> None:
+    """The disk is full when chunks should leave: the ledger still holds what it held before, and so after the lap."""
+    ledger, owner, cpu = Ledger(budget={"host": 1 << 20}), Full(), torch.device("cpu")
+    gauge = MeteredGauge(cpu, "host", owner, ledger, 1 << 20, False, lambda storage: None, lambda: None)
+    ledger.hold("host", 1000)
+
+    def lap() -> None:
+        gauge.begin("lap", ((8,),))
+        kept = torch.ones(64)
+        assert ledger.held("host") >= 1000 + kept.nbytes
+        del kept
+        gauge.end()
+        assert ledger.held("host") == 1000
+
+    lap()  # it is measured, and foreseen from then on
+    owner.full = True
+    with pytest.raises(DiskFullError):
+        gauge.begin("lap", ((8,),))
+    gauge.end(whole=False)
+    assert ledger.held("host") == 1000
+    owner.full = False
+    lap()

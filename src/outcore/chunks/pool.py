@@ -291,7 +291,8 @@ class Pool:
         with self._lock:
             for chunk in chunks:
                 while chunk.moving:
-                    self._changed.wait()
+                    with self._ledger.waiting("disk write"):
+                        self._changed.wait()
                 assert chunk.pins == 0, chunk.name
                 if chunk.on_host and self._holds_idle:
                     self._held.empty(chunk)
@@ -311,10 +312,7 @@ class Pool:
             BudgetError: they do not fit beside what is pinned.
         """
         with self._lock:
-            while not self._room.make(nbytes=nbytes):
-                if self._is_quiet():
-                    self._refuse(nbytes)
-                self._changed.wait()
+            self._make_room(nbytes=nbytes)
             self._held.borrow(nbytes)
 
     def borrow_ahead(self, nbytes: int, distance: int) -> bool:
@@ -363,16 +361,16 @@ class Pool:
 
     # -- room -------------------------------------------------------------------------------------
 
-    def _make_room(self, newcomer: Chunk | None = None) -> None:
-        """Wait until there is room for a chunk, or until no more is held than may be."""
+    def _make_room(self, newcomer: Chunk | None = None, nbytes: int = 0) -> None:
+        """Wait until there is room for a chunk, or for bytes; or until no more is held than may be."""
         newcomers = () if newcomer is None else (newcomer,)
-        while not self._room.make(newcomers=newcomers):
+        while not self._room.make(nbytes=nbytes, newcomers=newcomers):
             if newcomer is not None and newcomer.on_host:
                 return
             if self._is_quiet():
-                if newcomer is None:
+                if newcomer is None and not nbytes:
                     return
-                self._refuse(self._held.missing(newcomers))
+                self._refuse(nbytes + self._held.missing(newcomers))
             with self._ledger.waiting("disk write"):
                 self._changed.wait()
 

@@ -114,7 +114,7 @@ class Room:
     def read_ahead(self, ahead: Lookahead, read: Callable[[Chunk], None], working: int) -> None:
         """Start the reads that the near future needs, soonest first, until one finds no room, and writes that make it.
 
-        No more than a quarter of the ceiling is kept for them, those that are on the host already included: to read
+        No more than a quarter of `clear` is kept for them, those that are on the host already included: to read
         further ahead is to drop what was used last and is used again in the next pass, and to read that once more.
 
         Args:

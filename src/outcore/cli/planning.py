@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -76,29 +77,39 @@ def plan(
     in_network_reduction: Annotated[
         bool, typer.Option("--in-network-reduction", help="Switches reduce and copy (as SHARP does).")
     ] = False,
-    ranks: Annotated[int, typer.Option(help="Ranks over which ZeRO shards, for the memory table.")] = 1,
+    ranks: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Ranks over which ZeRO shards, for the memory table; 1 by default."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Say what a run will hold on each tier and how long a step will take, without running it."""
     with reported():
         options.at_least(2, seq_len=seq_len)
-        options.at_least(1, batch_size=batch_size, accumulate=accumulate, ranks=ranks)
+        options.at_least(1, batch_size=batch_size, accumulate=accumulate, ranks=1 if ranks is None else ranks)
         options.at_least(1, nodes=nodes, gpus_per_node=gpus_per_node)
         if micro_batch is not None:
             options.at_least(1, micro_batch=micro_batch)
         if microbatch is not None:
             options.at_least(1, microbatch=microbatch)
-            activations = activations or "recompute"
         many = nodes * gpus_per_node > 1
         if in_network_reduction and not many:
             raise UsageError(
                 "--in-network-reduction needs several accelerators: give --nodes or --gpus-per-node"
             )
-        named = {"--micro-batch": micro_batch, "--activations": activations, "--chunk-size": chunk_size}
         if many:
-            for option, value in named.items():
-                if value is not None:
-                    raise UsageError(f"{option} is searched for each way of sharding: leave it out")
+            if ranks is not None:
+                raise UsageError(
+                    "--ranks is for the table of one machine: leave it out where --nodes and --gpus-per-node count them"
+                )
+            _refuse_searched(
+                {
+                    "--micro-batch": micro_batch,
+                    "--activations": activations,
+                    "--microbatch": microbatch,
+                    "--chunk-size": chunk_size,
+                }
+            )
             where, _ = _machine(machine, device_memory, host_memory, disk or [])
             _across(
                 model,
@@ -121,10 +132,10 @@ def plan(
                 micro_batch=micro_batch,
                 optimizer=optimizer,
                 precision=precision,
-                activations=activations,
+                activations=activations or (None if microbatch is None else "recompute"),
                 microbatch=microbatch,
                 chunk_size=chunk_size,
-                ranks=ranks,
+                ranks=1 if ranks is None else ranks,
                 as_json=as_json,
             )
         except BudgetError as error:
@@ -133,6 +144,20 @@ def plan(
                 typer.echo(json.dumps({"fits": False, **found, "remedy": error.remedy}, indent=1))
             say(message(error))
             raise typer.Exit(UNFIT) from None
+
+
+def _refuse_searched(given: Mapping[str, object]) -> None:
+    """Settings that are searched on a cluster.
+
+    Args:
+        given: by option; ``None`` where it was left out.
+
+    Raises:
+        UsageError: one was named.
+    """
+    for option, value in given.items():
+        if value is not None:
+            raise UsageError(f"{option} is searched for each way of sharding: leave it out")
 
 
 def _run(

@@ -40,7 +40,7 @@ def searched(
 
     limits = budget.limits(None if device.type == "cpu" else free_bytes(device))
     places = [DiskPath(disk.path, disk.nbytes) for disk in limits.disk]
-    machine = this(places[0].path if places else None)
+    machine = this(places[0].path if places else None, device)
     machine = machine.sized(disk=sum(disk.nbytes for disk in limits.disk))
     if settings.activations or settings.microbatch is not None:
         ways = [settings.activations or "recompute"]

@@ -11,15 +11,13 @@ from typing import Any
 
 from outcore.cli import options
 from outcore.errors import UsageError
+from outcore.report.traced import TRACED
 
 EVERY = 100
 """Steps between two checkpoints."""
 
 KEEP = 2
 """Checkpoints that stay: should the newest turn out to be damaged, there is one before it."""
-
-TRACED = "2-3,last"
-"""Steps that are recorded: the first whose order is known, and one in which all has settled."""
 
 
 @dataclass(frozen=True)

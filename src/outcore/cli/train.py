@@ -12,8 +12,9 @@ import typer
 
 from outcore.cli import options
 from outcore.cli.failures import reported
-from outcore.cli.settings import EVERY, KEEP, TRACED, Settings, resume_command
+from outcore.cli.settings import EVERY, KEEP, Settings, resume_command
 from outcore.errors import UsageError
+from outcore.report.traced import TRACED, parse_steps
 
 if TYPE_CHECKING:
     from outcore.checkpoint.interrupts import Interrupts
@@ -206,7 +207,6 @@ def run_rank(settings: Settings, launch: Launch) -> None:
     from outcore.offloaded import engine_of
     from outcore.report.console import make_console
     from outcore.report.metrics import check_writable
-    from outcore.report.tracer import parse_steps
 
     console = make_console()
     console.quiet = launch.rank > 0

@@ -15,6 +15,7 @@ import torch
 
 from outcore.errors import UsageError
 from outcore.memory import xla
+from outcore.memory.refusal import allocating_on_device
 
 
 def find(name: str | torch.device | None) -> torch.device:
@@ -74,18 +75,25 @@ class Offers:
 
 
 def offers(device: torch.device) -> Offers:
-    """What this device can do."""
-    storage = torch.empty(1, device=device).untyped_storage()
-    return Offers(
-        _works(lambda: torch.Stream(device)),
-        _works(lambda: storage.resize_(0)),
-        _works(lambda: torch.empty(1, device=device).untyped_storage().data_ptr()),
-    )
+    """What this device can do.
+
+    Raises:
+        DeviceError: it is full.
+    """
+    with allocating_on_device("a first tensor", 4):
+        storage = torch.empty(1, device=device).untyped_storage()
+        return Offers(
+            _works(lambda: torch.Stream(device)),
+            _works(lambda: storage.resize_(0)),
+            _works(lambda: torch.empty(1, device=device).untyped_storage().data_ptr()),
+        )
 
 
 def _works(call: Callable[[], object]) -> bool:
     try:
         call()
+    except torch.OutOfMemoryError:  # which tells nothing of what the device can do
+        raise
     except (RuntimeError, NotImplementedError):
         return False
     return True

@@ -266,7 +266,7 @@ class DiskTier:
             first, self._closed = not self._closed, True
         self._shut()
         if first:
-            self._ledger.hold("disk", -self.used)
+            self._ledger.clear("disk")
 
     def __enter__(self) -> DiskTier:
         return self

@@ -92,7 +92,8 @@ class Lane:
     def rate(self) -> float:
         """Measured bytes per second while busy; 0 while too little has been moved to tell."""
         with self._lock:
-            return self._moved / self._busy if self._moved >= RATE_SAMPLE and self._busy > 0 else 0.0
+            busy = self._busy + (time.perf_counter() - self._busy_since if self._active else 0.0)
+            return self._moved / busy if self._moved >= RATE_SAMPLE and busy > 0 else 0.0
 
     # -- the callers' side ------------------------------------------------------------------------
 
@@ -234,7 +235,8 @@ class Lane:
         nbytes = transfer.size(index)
         with self._lock:
             transfer.running -= 1
-            self._moved += nbytes
+            if error is None:
+                self._moved += nbytes
             if error is not None and transfer.error is None:
                 transfer.error = error
                 if transfer.following < transfer.pieces:

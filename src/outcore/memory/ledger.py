@@ -81,6 +81,13 @@ class Ledger:
             if self._observer is not None:
                 self._observer.level(tier, kind, of_kind)
 
+    def clear(self, tier: Tier) -> None:
+        """A tier is closed: it holds nothing any more, of no kind."""
+        with self._lock:
+            held = {kind: nbytes for (at, kind), nbytes in self._kinds.items() if at == tier and nbytes}
+        for kind, nbytes in held.items():
+            self.hold(tier, -nbytes, kind)
+
     def touch_peak(self, tier: Tier, transient: int, kind: str = OTHER) -> None:
         """Note that ``tier`` held ``transient`` bytes beyond `held` for a moment."""
         with self._lock:

@@ -1,4 +1,4 @@
-"""Memory that the system refuses, in words: Python, torch and the system each say it in a way of their own."""
+"""Memory that is refused, in words: Python, torch and the system each say it in a way of their own."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from outcore.errors import OutcoreError, TierError
+import torch
+
+from outcore.errors import DeviceError, OutcoreError, TierError
 
 _OF_TORCH = ("can't allocate memory", "not enough memory")
+_OF_XLA = "RESOURCE_EXHAUSTED"
 
 
 def typed(error: BaseException, what: str) -> BaseException:
@@ -46,3 +49,21 @@ def allocating(what: str) -> Iterator[None]:
         if told is error:
             raise
         raise told from error
+
+
+@contextmanager
+def allocating_on_device(what: str, nbytes: int) -> Iterator[None]:
+    """The same for an accelerator's memory, of which so many bytes are asked for.
+
+    Raises:
+        DeviceError: the accelerator has no room for them.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and _OF_XLA not in str(error):
+            raise
+        raise DeviceError(
+            f"the device has no room for {what} ({nbytes:,} bytes): give the run a smaller device budget, which leaves "
+            "more to the operators of the model and to other processes"
+        ) from error

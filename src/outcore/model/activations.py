@@ -13,12 +13,11 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from outcore.errors import ModelError
-from outcore.model.buffers import CallBuffers, places_of
 from outcore.model.forwards import where_recorded
 from outcore.model.policies import Activations, ActivationsName, fits, offloads, recomputes
+from outcore.model.recomputation import Recomputation
 from outcore.model.saved.seam import Saver
 from outcore.model.slices.block import Collect, recompute_in_slices
 from outcore.model.units import Point
@@ -84,7 +83,8 @@ def treat_blocks(
     for point in points:
         way = ways.get(point.name, "keep") if point.block else "keep"
         if recomputes(way) and microbatch is not None:
-            yield recompute_in_slices(point.module, point.name, microbatch, collect)
+            again = partial(computing, point.units)
+            yield recompute_in_slices(point.module, point.name, microbatch, collect, again)
         elif recomputes(way) and not recomputes_itself(point.module):
             yield recompute(point.module, point.name, partial(computing, point.units))
         if offloads(way):
@@ -98,8 +98,7 @@ def recompute(
 ) -> Callable[[], None]:
     """Let a block's backward recompute its forward instead of keeping what it left.
 
-    The block's own hooks stay outside, so that its parameters are open while it is recomputed. Random numbers
-    (dropout) come out the same, and so does what it changes in buffers (`outcore.model.buffers`).
+    The block's own hooks stay outside, so that its parameters are open while it is recomputed.
 
     Args:
         name: of the block, for messages.
@@ -108,20 +107,7 @@ def recompute(
     Returns:
         A function that undoes it.
     """
-
-    places = places_of(module)
-
-    def run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        buffers = CallBuffers(name, places)
-
-        def again(*args: Any, **kwargs: Any) -> Any:
-            computing()
-            with buffers.computing():
-                return forward(*args, **kwargs)
-
-        return checkpoint(again, *args, use_reentrant=False, **kwargs)
-
-    return where_recorded(module, run)
+    return where_recorded(module, Recomputation(module, name, computing))
 
 
 def offload(module: nn.Module, name: str, unit: int, saver: Saver) -> Callable[[], None]:

@@ -84,8 +84,7 @@ class BackwardPass:
     def abandon_calls(self) -> None:
         """No forward runs: what one that ended without its hooks left open is closed."""
         while self.calls:
-            for unit in self.calls.pop().units:
-                self._residency.leave(unit)
+            self._residency.leave(*self.calls.pop().units)
 
     # -- watching ---------------------------------------------------------------------------------
 
@@ -194,8 +193,7 @@ class BackwardPass:
     def _leave(self, call: Call) -> None:
         call.open = False
         del self._open[call]
-        for unit in call.units:
-            self._residency.leave(unit)
+        self._residency.leave(*call.units)
 
     def abandon(self) -> None:
         """Close what is still open, and take no interest in its gradients."""
@@ -220,8 +218,8 @@ class BackwardPass:
 def _refuse_changed(unit: Unit, steps: int) -> None:
     if unit.steps != steps:
         raise StateError(
-            f"{unit.name} was changed by an optimizer step since this forward: backward would mix its old "
-            "activations with new parameters; call backward() before step(), or the model again"
+            f"{unit.name} was changed since this forward, by an optimizer step or outcore.change: backward would mix "
+            "its old activations with new parameters; call backward() before, or the model again"
         )
 
 

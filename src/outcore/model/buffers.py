@@ -13,7 +13,7 @@ changes one (that of batch norm) tells nobody either.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -27,17 +27,16 @@ SMALL = 64 << 10
 Places = Sequence[tuple[nn.Module, str]]
 """Whose buffers, and their names there."""
 
-Copies = list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]
-"""The same, with the tensors and copies of their values."""
+Copies = list[tuple[nn.Module, str, torch.Tensor | None, torch.Tensor | None]]
+"""The same, with the tensors and copies of their values; ``None`` where there is none yet."""
 
 
 def places_of(block: nn.Module) -> Places:
-    """The buffers of a block, the same one once."""
-    found: dict[int, tuple[nn.Module, str]] = {}
+    """The buffers of a block, the same one once, and where there may be one later."""
+    found: dict[object, tuple[nn.Module, str]] = {}
     for module in block.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None:
-                found.setdefault(id(buffer), (module, name))
+            found.setdefault((id(module), name) if buffer is None else id(buffer), (module, name))
     return list(found.values())
 
 
@@ -82,6 +81,16 @@ class CallBuffers:
                 )
 
 
+@contextmanager
+def untouched(places: Places) -> Iterator[None]:
+    """Inside, a forward runs that is none; afterwards the buffers are what they were before, however large."""
+    before = _copies(places, lambda buffer: True)
+    try:
+        yield
+    finally:
+        _put(before)
+
+
 def _there(places: Places) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     for module, name in places:
         buffer = module._buffers.get(name)
@@ -93,15 +102,19 @@ def _is_small(buffer: torch.Tensor) -> bool:
     return buffer.nbytes <= SMALL
 
 
-def _copies(places: Places) -> Copies:
-    return [
-        (module, name, buffer, buffer.detach().clone())
-        for module, name, buffer in _there(places)
-        if _is_small(buffer)
-    ]
+def _copies(places: Places, copied: Callable[[torch.Tensor], bool] = _is_small) -> Copies:
+    found: Copies = []
+    for module, name in places:
+        buffer = module._buffers.get(name)
+        if buffer is None:
+            found.append((module, name, None, None))
+        elif copied(buffer):
+            found.append((module, name, buffer, buffer.detach().clone()))
+    return found
 
 
 def _put(copies: Copies) -> None:
     for module, name, buffer, copy in copies:
-        buffer.data.copy_(copy)
+        if buffer is not None and copy is not None:
+            buffer.data.copy_(copy)
         module._buffers[name] = buffer

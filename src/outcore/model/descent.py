@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from outcore.chunks.store import RunStore
 from outcore.memory.device import Streams
 from outcore.memory.ledger import Ledger
 from outcore.memory.pinned import PinnedMemory
+from outcore.memory.refusal import allocating_on_device
 from outcore.model.unit import Binding
 from outcore.optim.gradients import Gradients
 from outcore.trace.meter import uncounted
@@ -24,10 +25,14 @@ class _Buffer:
     """A run's gradients on the device, in one piece; zero where a parameter has none.
 
     They are in the run's dtype, or in fp32 if one of them is summed over slices.
+
+    Attributes:
+        holders: who still needs the values: the copies that have not landed, and whoever begins more of them.
     """
 
     values: torch.Tensor
     slots: dict[int, Slot] = field(default_factory=dict)
+    holders: int = field(default=0, init=False)
     dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,6 +71,7 @@ class Descent:
     Args:
         device: where gradients come from.
         pinned: memory beside the gradient chunks, for contributions that are added.
+        landed: called when all gradients of a run that were sent have arrived.
     """
 
     def __init__(
@@ -76,6 +82,7 @@ class Descent:
         pool: Pool,
         pinned: PinnedMemory,
         ledger: Ledger,
+        landed: Callable[[RunStore], None],
     ) -> None:
         self._device = device
         self._streams = streams
@@ -83,6 +90,7 @@ class Descent:
         self._pool = pool
         self._pinned = pinned
         self._ledger = ledger
+        self._landed = landed
         self._buffers: dict[RunStore, _Buffer] = {}
         self._landing: list[_Landing] = []
         self._held = 0
@@ -117,6 +125,9 @@ class Descent:
 
         Args:
             gradient: in the run's dtype, or in fp32.
+
+        Raises:
+            DeviceError: the device has no memory for the buffer.
         """
         store, slot = binding.store, binding.slot
         buffer = self._buffers.get(store)
@@ -124,7 +135,8 @@ class Descent:
             self.send(store)  # a second contribution in one pass: it is added on the host
             buffer = None
         if buffer is None or gradient.dtype.itemsize > buffer.dtype.itemsize:
-            with uncounted():  # the stage counts it
+            what, nbytes = f"the gradients of {store.name}", store.run.numel * gradient.dtype.itemsize
+            with uncounted(), allocating_on_device(what, nbytes):  # the stage counts it
                 values = torch.zeros(store.run.numel, dtype=gradient.dtype, device=self._device)
             self._hold(values.nbytes)
             slots = {}
@@ -142,26 +154,34 @@ class Descent:
         buffer = self._buffers.pop(store, None)
         if buffer is None:
             return
-        stream = self._streams.copy_out
-        self._await_gradients()
-        for k in range(store.run.chunks):
-            start, stop = store.run.extent(k)
-            nbytes = (stop - start) * buffer.dtype.itemsize
-            self._bound(nbytes)
-            slots = tuple(s.slot for s in store.run.segments(k) if s.slot.index in buffer.slots)
-            if not slots:
-                continue
-            guard = self._gradients.open_first(store, k, buffer.dtype is not store.run.dtype)
-            beside = None
-            if guard is None:
-                self._pool.borrow(nbytes)
-                beside = self._pinned.take(nbytes)
-            landing = _Landing(store, k, slots, buffer, guard, beside)
-            with self._ledger.crossing("device out", store.gradients[k].name, stream, nbytes), stream:
-                landing.target.copy_(buffer.values[start:stop], non_blocking=True)
-            landing.arrived = self._streams.record(stream)
-            self._landing.append(landing)
+        buffer.holders = 1  # the first of its copies may land before the last has begun
+        try:
+            self._await_gradients()
+            for k in range(store.run.chunks):
+                self._send(store, k, buffer)
+        finally:
+            self._let_go(store, buffer)
         self.poll()
+
+    def _send(self, store: RunStore, k: int, buffer: _Buffer) -> None:
+        """Start the copy of one chunk."""
+        start, stop = store.run.extent(k)
+        nbytes, stream = (stop - start) * buffer.dtype.itemsize, self._streams.copy_out
+        self._bound(nbytes)
+        slots = tuple(s.slot for s in store.run.segments(k) if s.slot.index in buffer.slots)
+        if not slots:
+            return
+        guard = self._gradients.open_first(store, k, buffer.dtype is not store.run.dtype)
+        beside = None
+        if guard is None:
+            self._pool.borrow(nbytes)
+            beside = self._pinned.take(nbytes)
+        landing = _Landing(store, k, slots, buffer, guard, beside)
+        with self._ledger.crossing("device out", store.gradients[k].name, stream, nbytes), stream:
+            landing.target.copy_(buffer.values[start:stop], non_blocking=True)
+        landing.arrived = self._streams.record(stream)
+        self._landing.append(landing)
+        buffer.holders += 1
 
     def arrive(self, stores: Collection[RunStore]) -> None:
         """Wait for the gradients of some runs."""
@@ -214,8 +234,12 @@ class Descent:
             self._gradients.add_whole(store, k, landing.target, landing.slots)
             self._pinned.put(landing.beside)
             self._pool.repay(landing.beside.numel())
-        if not any(other.buffer is landing.buffer for other in self._landing):
-            nbytes = landing.buffer.values.nbytes
-            del landing.buffer.values
-            self._hold(-nbytes)
-            self._gradients.measure(store)
+        self._let_go(store, landing.buffer)
+
+    def _let_go(self, store: RunStore, buffer: _Buffer) -> None:
+        """One holder less: the last one's copy has landed, so nothing reads the values any more."""
+        buffer.holders -= 1
+        if buffer.holders == 0:
+            self._hold(-buffer.values.nbytes)
+            del buffer.values
+            self._landed(store)

@@ -28,6 +28,7 @@ from outcore.chunks.store import RunStore
 from outcore.errors import BudgetError
 from outcore.memory.device import Streams
 from outcore.memory.ledger import Ledger
+from outcore.memory.refusal import allocating_on_device
 from outcore.model.descent import Descent
 from outcore.model.stage import view
 from outcore.model.supply import Held, Supply
@@ -104,7 +105,8 @@ class DeviceStage:
     def _frame(self, unit: Unit) -> Frame:
         flats = []
         for store in unit.stores:
-            flat = torch.empty(store.run.entire.numel, dtype=store.run.dtype, device=self.device)
+            with allocating_on_device(f"the parameters of {store.name}", store.run.entire.nbytes):
+                flat = torch.empty(store.run.entire.numel, dtype=store.run.dtype, device=self.device)
             flat.untyped_storage().resize_(0)
             flats.append(flat)
         return Frame(tuple(flats))
@@ -239,8 +241,9 @@ class DeviceStage:
         stream = self._streams.copy_in
         flat_of = dict(zip(unit.stores, frame.flats, strict=True))
         for store, flat in flat_of.items():
-            with stream:
-                flat.untyped_storage().resize_(store.run.entire.nbytes)
+            nbytes = store.run.entire.nbytes
+            with allocating_on_device(f"the parameters of {store.name}", nbytes), stream:
+                flat.untyped_storage().resize_(nbytes)
         for piece in self._supply.pieces(unit):
             self._settle(piece.nbytes)
             values, held = piece.take()

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from outcore.memory.device import NoStreams, offers
+from outcore.memory.refusal import allocating_on_device
 from outcore.model.aliases import Aliases
 from outcore.model.device_stage import DeviceStage, Frame
 from outcore.model.ranked_device_stage import RankedDeviceStage
@@ -62,8 +63,6 @@ class FreshStage(DeviceStage):
 
     def _lifted(self, unit: Unit) -> dict[Binding, torch.Tensor]:
         """A new tensor for each parameter. One that lies in several pieces is put together on the host first."""
-        streams = self._streams
-        assert isinstance(streams, NoStreams)
         found: dict[Binding, torch.Tensor] = {}
         parts: dict[Binding, torch.Tensor] = {}
         for piece in self._supply.pieces(unit):
@@ -74,11 +73,18 @@ class FreshStage(DeviceStage):
                         if binding.store is piece.store:
                             whole = _whole(binding, piece, values, parts)
                             if whole is not None:
-                                found[binding] = whole.view(binding.slot.shape).to(self.device)
-                                streams.bring([found[binding]])
+                                found[binding] = self._brought(binding, whole)
             finally:
                 held.close()
         return found
+
+    def _brought(self, binding: Binding, whole: torch.Tensor) -> torch.Tensor:
+        """A parameter's values, shape [elements], as a new tensor on the device."""
+        assert isinstance(self._streams, NoStreams)
+        with allocating_on_device(f"the parameter {binding.name}", whole.nbytes):
+            tensor = whole.view(binding.slot.shape).to(self.device)
+            self._streams.bring([tensor])
+        return tensor
 
     def _free(self, unit: Unit) -> None:
         self._fresh(unit).tensors.clear()

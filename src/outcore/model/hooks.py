@@ -75,8 +75,7 @@ class PointHooks:
                 entered.append(unit)
             first_node = next_sequence_number()
         except BaseException:
-            for unit in entered:
-                self._residency.leave(unit)
+            self._residency.leave(*entered)
             self._calls.append(None)  # the forward hook is called all the same
             raise
         calls = self._backward.calls
@@ -95,8 +94,7 @@ class PointHooks:
         try:
             output = self._own(output)
         finally:
-            for unit in self._units:
-                self._residency.leave(unit)
+            self._residency.leave(*self._units)
         if torch.is_grad_enabled() and self._read_in_backward:
             self._backward.watch(call, [tensor for tensor in tensors_of(output) if tensor.requires_grad])
         return output

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from outcore.errors import StateError
-from outcore.memory.refusal import allocating
+from outcore.memory.refusal import allocating, allocating_on_device
 from outcore.model.backward import BackwardPass
 from outcore.model.trees import change_tensors, tensors_of
 from outcore.model.turns import Turn
@@ -186,7 +186,8 @@ class Laps:
         dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
         if tensor.dtype is dtype and tensor.device == self._device:
             return tensor
-        return tensor.to(self._device, dtype)
+        with allocating_on_device("the model's inputs", tensor.numel() * dtype.itemsize):
+            return tensor.to(self._device, dtype)
 
 
 def _parts(model: nn.Module, points: Iterable[Point]) -> dict[nn.Module, str]:

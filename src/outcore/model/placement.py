@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from outcore.errors import ModelError
+from outcore.memory.refusal import allocating_on_device
 
 
 def replace_data(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
@@ -26,6 +27,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> int:
 
     Raises:
         ModelError: a buffer is on ``meta`` and so has no value to move.
+        DeviceError: the device has no memory for one.
     """
     total = 0
     for module_name, module in model.named_modules():
@@ -37,8 +39,10 @@ def move_buffers(model: nn.Module, device: torch.device) -> int:
                     f"the buffer {module_name}.{name} is on 'meta' and has no value: build the model so that "
                     "buffers are real (outcore.integrations.transformers does), or give it one"
                 )
-            module._buffers[name] = buffer.to(device)
-            total += buffer.numel() * buffer.element_size()
+            nbytes = buffer.numel() * buffer.element_size()
+            with allocating_on_device(f"the buffer {module_name}.{name}", nbytes):
+                module._buffers[name] = buffer.to(device)
+            total += nbytes
     return total
 
 

@@ -239,7 +239,7 @@ class RankedDeviceSite(Joined, DeviceSite):
         ledger.budget["device"] = self._budget
         stores = self.own_stores(units, self.working())
         own = Gradients(stores.values(), pool, workers())
-        descent = Descent(self.device, self._streams, own, pool, self._pinned, ledger)
+        descent = Descent(self.device, self._streams, own, pool, self._pinned, ledger, _unmeasured)
         summing = self.summing(units, own, stores, gradients, pool, Descending(descent))
         supply: Supply = Chunks(pool, updates)
         if self.sharded:
@@ -260,6 +260,10 @@ class RankedDeviceSite(Joined, DeviceSite):
             self._budget,
             self._prefetch,
         )
+
+
+def _unmeasured(store: RunStore) -> None:
+    """What one rank has of a run is no norm's part: the sums over ranks are measured."""
 
 
 def _layout(units: Sequence[Unit], world: World) -> bytes:

@@ -11,15 +11,18 @@ inside of a block win anyway, and those around it are meant to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from outcore.model.draws import Draws
 from outcore.model.forwards import where_recorded
+from outcore.model.owners import Owners
 from outcore.model.unit import Unit
+from outcore.model.watched import check
 
 REFUSED = "saved tensor hooks"
 """In what torch.func says where there are hooks for saved tensors."""
@@ -31,14 +34,17 @@ class Readers:
     Args:
         read: told of a unit whose parameters the node that runs is about to read, and of the steps that had changed
             it when the node was made.
+        owners: know whose parameters a tensor shows.
+        device: what computes.
     """
 
-    def __init__(self, read: Callable[[Unit, int], None]) -> None:
+    def __init__(self, read: Callable[[Unit, int], None], owners: Owners, device: torch.device) -> None:
+        self._device = device
         self._read = read
-        self._places: list[tuple[int, int, Unit]] = []
+        self._owners = owners
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
 
-    def around(self, module: nn.Module, units: Sequence[Unit]) -> Callable[[], None]:
+    def around(self, module: nn.Module) -> Callable[[], None]:
         """Watch what is saved in calls of a module, within which units are open.
 
         Returns:
@@ -51,41 +57,30 @@ class Readers:
             top = torch._C._autograd._top_saved_tensors_default_hooks(True)
             if not fitting or (top is not None and not is_ours(top)):
                 return forward(*args, **kwargs)
-            before, draws = len(self._places), None if tried else torch.get_rng_state()
+            draws = None if tried else Draws.now(self._device)
             tried = True
-            self._places += [(*place, unit) for unit in units for place in _places(unit)]
             try:
                 with self._hooks:
                     return forward(*args, **kwargs)
             except RuntimeError as error:
                 if draws is None or REFUSED not in str(error):
                     raise
-            finally:
-                del self._places[before:]
             fitting = False  # torch.func transforms and hooks exclude each other
-            torch.set_rng_state(draws)
+            draws.restore()
             return forward(*args, **kwargs)
 
         return where_recorded(module, run)
 
     def _pack(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """Autograd gets an alias: the tensor itself may hold the node that saves it."""
-        try:
-            address = tensor.data_ptr()
-        except RuntimeError:  # sparse, or wrapped by a transform
-            address = 0
-        for first, last, unit in self._places:
-            if first <= address < last:
-                return tensor.detach(), tensor._version, unit, unit.steps
-        return tensor.detach(), tensor._version
+        unit = self._owners.of(tensor)
+        if unit is None:
+            return tensor.detach(), tensor._version
+        return tensor.detach(), tensor._version, unit, unit.steps
 
     def _unpack(self, saved: tuple[Any, ...]) -> torch.Tensor:
         tensor: torch.Tensor = saved[0]
-        if tensor._version != saved[1]:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: it "
-                f"is at version {tensor._version}; expected version {saved[1]} instead"
-            )
+        check(tensor, saved[1])
         if len(saved) > 2:
             self._read(*saved[2:])
         return tensor
@@ -94,12 +89,3 @@ class Readers:
 def is_ours(hooks: tuple[Any, Any]) -> bool:
     """Whether hooks for saved tensors are those of a `Readers`."""
     return isinstance(getattr(hooks[0], "__self__", None), Readers)
-
-
-def _places(unit: Unit) -> list[tuple[int, int]]:
-    """Addresses of an open unit's parameters: from, and up to."""
-    found = []
-    for store in unit.stores:
-        storage = next(b.parameter for b in unit.bindings if b.store is store).untyped_storage()
-        found.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
-    return found

@@ -218,7 +218,7 @@ class DeviceSite(Lone):
     ) -> Stage:
         ledger.budget["device"] = self._budget
         streams = self._streams
-        descent = Descent(self.device, streams, gradients, pool, self._pinned, ledger)
+        descent = Descent(self.device, streams, gradients, pool, self._pinned, ledger, gradients.measure)
         supply = Chunks(pool, updates)
         stage = DeviceStage if self._offers.resizing else FreshStage
         return stage(

@@ -66,16 +66,18 @@ def structure_of(skeleton: Any) -> Any:
 
 
 def _change(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """A container in which nothing changes is given back itself: it may be there to be filled."""
     kind = type(tree)
-    if kind is list:
-        return [_change(item, change) for item in tree]
-    if kind is tuple:
-        return tuple(_change(item, change) for item in tree)
     if kind is dict:
-        return {key: _change(item, change) for key, item in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return kind(*(_change(item, change) for item in tree))
-    return change(tree)
+        mapping = {key: _change(item, change) for key, item in tree.items()}
+        return tree if all(mapping[key] is item for key, item in tree.items()) else mapping
+    named = isinstance(tree, tuple) and hasattr(tree, "_fields")
+    if kind is not list and kind is not tuple and not named:
+        return change(tree)
+    items = [_change(item, change) for item in tree]
+    if all(new is old for new, old in zip(items, tree, strict=True)):
+        return tree
+    return kind(*items) if named else kind(items)
 
 
 def change_everywhere(tree: Any, change: Change) -> Any:

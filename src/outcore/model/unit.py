@@ -11,6 +11,7 @@ from torch import nn
 from outcore.chunks.chunk import Chunk
 from outcore.chunks.layout import Slot
 from outcore.chunks.store import RunStore
+from outcore.memory.refusal import allocating_on_device
 
 
 @dataclass(eq=False)
@@ -78,4 +79,5 @@ class Unit:
 def resting(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A NaN of the given shape that occupies one element."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 1  # integers know no NaN
-    return torch.full((), value, dtype=dtype, device=device).expand(shape)
+    with allocating_on_device("what stands for a parameter", dtype.itemsize):
+        return torch.full((), value, dtype=dtype, device=device).expand(shape)

@@ -21,8 +21,16 @@ class Watched:
         Raises:
             RuntimeError: it was.
         """
-        if self._probe._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: it "
-                f"is at version {self._probe._version}; expected version {self._version} instead"
-            )
+        check(self._probe, self._version)
+
+
+def check(tensor: torch.Tensor, version: int) -> None:
+    """
+    Raises:
+        RuntimeError: a tensor that was saved at that version was changed in place since; in torch's words.
+    """
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: it "
+            f"is at version {tensor._version}; expected version {version} instead"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from torch import nn
 from outcore.chunks.layout import Segment
 from outcore.chunks.pool import Access, Pool
 from outcore.chunks.store import RunStore
-from outcore.errors import ModelError
+from outcore.errors import ModelError, UsageError
 from outcore.memory.heap import give_back
 from outcore.memory.refusal import allocating
 from outcore.model.unit import Binding, Unit
@@ -23,6 +23,13 @@ from outcore.parallel.ranks import Ranks, World
 
 STRETCH = 1 << 18
 """Elements that are widened to fp32 at a time; a multiple of `outcore.chunks.layout.ALIGN`."""
+
+
+Change = Callable[[str, torch.Tensor], torch.Tensor | None]
+"""Takes a parameter's name and its value in full precision, on the CPU; changes that in place, or returns another."""
+
+Put = Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor], None]
+"""Sets a parameter and its states to masters, as `Rule.set_master` does, with which moments stay."""
 
 
 class Source(Protocol):
@@ -173,15 +180,42 @@ def fill(unit: Unit, plan: UnitPlan, source: Source, pool: Pool, rule: Rule | No
                 raise ModelError(
                     f"{name}: the weights have shape {list(values.shape)}, the model {list(binding.slot.shape)}"
                 )
-            write(binding, values, pool, rule)
+            _write(binding, values, pool, None if rule is None else partial(_begin, rule))
     finally:
         pool.repay(lent)
     if lent:
         give_back()
 
 
-def write(binding: Binding, values: torch.Tensor, pool: Pool, rule: Rule | None) -> None:
-    """Set one parameter, and where it is trained its master; its moments start anew."""
+@torch.no_grad()
+def change(unit: Unit, function: Change, pool: Pool, rule: Rule | None, ranks: Ranks) -> None:
+    """Let a function change a unit's parameters, one after the other; moments stay.
+
+    Raises:
+        UsageError: it returns something else than a tensor of the parameter's shape, or not the same on all ranks.
+    """
+    bindings = {binding.name: binding for binding in unit.bindings}
+    for name, values in masters(unit, pool, rule, ranks):
+        what = f"the change of {name}"
+        with ranks.together(what):
+            found = function(name, values)
+            found = values if found is None else found
+            if not isinstance(found, torch.Tensor) or found.shape != values.shape:
+                kind = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+                raise UsageError(f"{name} has shape {list(values.shape)} and can't be changed to {kind}")
+            found = found.detach().to("cpu", values.dtype).contiguous()
+        if ranks.size > 1:
+            digest = xxhash.xxh3_128(found.reshape(-1).view(torch.uint8).numpy().data).digest()
+            if len(set(ranks.words(digest, what))) > 1:
+                raise UsageError(
+                    f"{name} was changed to other values on one rank than on another: seed all alike"
+                )
+        with ranks.telling(what):
+            _write(bindings[name], found, pool, None if rule is None else rule.set_master)
+
+
+def _write(binding: Binding, values: torch.Tensor, pool: Pool, put: Put | None) -> None:
+    """Set one parameter, and where it is trained its states by ``put``."""
     store, slot = binding.store, binding.slot
     flat = values.reshape(-1)
     for k in store.run.covering(slot):
@@ -193,8 +227,8 @@ def write(binding: Binding, values: torch.Tensor, pool: Pool, rule: Rule | None)
             if not len(piece):
                 continue
             with pool.guard((store.parameters[k], *store.states[k : k + 1]), Access.WRITE):
-                if store.states and rule is not None:
-                    _initialise(store, k, part, piece, rule)
+                if store.states and put is not None:
+                    _put(store, k, part, piece, put)
                 else:
                     store.parameter(k)[part].copy_(piece)
 
@@ -209,12 +243,17 @@ def _ours(store: RunStore, k: int, segment: Segment) -> tuple[slice, int]:
     return slice(start, stop), segment.first + start - segment.start
 
 
-def _initialise(store: RunStore, k: int, part: slice, values: torch.Tensor, rule: Rule) -> None:
+def _put(store: RunStore, k: int, part: slice, values: torch.Tensor, put: Put) -> None:
     """Little by little: what is widened to fp32 meanwhile counts nowhere, and each rank does it at once."""
     for first in range(0, len(values), STRETCH):
         piece = values[first : first + STRETCH]
         at = slice(part.start + first, part.start + first + len(piece))
-        rule.initialise(store.state(k, at), store.parameter(k)[at], piece.float())
+        put(store.parameter(k)[at], store.state(k, at), piece.float())
+
+
+def _begin(rule: Rule, param: torch.Tensor, planes: tuple[torch.Tensor, ...], values: torch.Tensor) -> None:
+    """A `Put` with which moments start anew."""
+    rule.initialise(planes, param, values)
 
 
 def masters(unit: Unit, pool: Pool, rule: Rule | None, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:

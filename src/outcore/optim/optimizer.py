@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, overload
@@ -71,6 +72,7 @@ class Optimizer(torch.optim.Optimizer):
         self.scaling = False
         self._backend: Backend | None = None
         self._bound = False
+        self._order: list[torch.nn.Parameter] = []
         self._steps: dict[int, int] = {}
         self._transform = GradTransform()
         super().__init__(params, defaults)
@@ -92,6 +94,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         self.check_free()
         self._backend, self._bound, self.loss_scale = backend, True, loss_scale
+        self._order = self.parameters()
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """All parameters, in the order in which they are numbered."""
@@ -101,6 +104,11 @@ class Optimizer(torch.optim.Optimizer):
         """Parameter number to group number."""
         numbers = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
         return dict(enumerate(numbers))
+
+    @property
+    def clipped(self) -> bool:
+        """Whether the gradients that are there are to be clipped in the step."""
+        return self._transform != GradTransform()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._bound:
@@ -180,6 +188,7 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._refuse_moved()
         work = self._work()
         overflow = not math.isfinite(work.sum_of_squares(GradTransform()))
         transform, self._transform = self._unscaled(), GradTransform()
@@ -197,6 +206,15 @@ class Optimizer(torch.optim.Optimizer):
         hyper = [{k: _kept(v) for k, v in group.items() if k != "params"} for group in self.param_groups]
         work.apply(Due(hyper, self.group_of(), dict(self._steps), transform))
         return loss
+
+    def _refuse_moved(self) -> None:
+        """States are found by a parameter's number, so it must stay the same."""
+        ours = self.parameters()
+        if self._bound and (len(ours) != len(self._order) or any(map(operator.is_not, ours, self._order))):
+            raise StateError(
+                "the parameter groups hold other parameters than when the model was offloaded, or in another order: "
+                "change their learning rates and the like, and freeze with requires_grad"
+            )
 
     def _say_skipped(self) -> None:
         scale = "" if self.loss_scale is None else f"; the loss scale is now {self.loss_scale.value:g}"

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -78,8 +78,8 @@ class Pipeline:
 
     # -- what is due ------------------------------------------------------------------------------
 
-    def begin(self, due: Due) -> None:
-        """Take over the gradients of a step. Those of the step before are done first."""
+    def begin(self, due: Due) -> Collection[RunStore]:
+        """Take over the gradients of a step. Those of the step before are done first. Returns what will change."""
         self.finish()
         if self._thread is not None:
             self._thread.join()  # now: later it would find work, and wait for room that nobody makes meanwhile
@@ -93,6 +93,7 @@ class Pipeline:
             self._updates = found
         if self._thread is not None and found:
             self._thread.start()
+        return found
 
     @property
     def outstanding(self) -> bool:

@@ -286,10 +286,10 @@ class World:
     def all_sums(self, sums: list[float]) -> list[float]:
         what = "the gradient norm"
         self.agree(what)
-        kept = self.sharding.states != "none" and self.number in self._keepers()
         if self.sharding.states == "none":
             return sums
-        data = torch.tensor(sums if kept else [], dtype=torch.float64)
+        first = self.number < self.slices.size  # of the replicas, each of which keeps every slice once
+        data = torch.tensor(sums if first else [], dtype=torch.float64)
         found = self.all_bytes(data.numpy().tobytes(), what)
         return [
             value
@@ -297,12 +297,6 @@ class World:
             if part
             for value in torch.frombuffer(bytearray(part), dtype=torch.float64).tolist()
         ]
-
-    def _keepers(self) -> range | list[int]:
-        """The ranks of the first replica: they keep each slice once."""
-        if self.replicas.size == 1:
-            return range(self.size)
-        return list(range(self.slices.size))
 
     def first_of(self, word: str | None) -> str | None:
         what = "where a gradient is not finite"

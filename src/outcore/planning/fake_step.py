@@ -28,6 +28,7 @@ from outcore.model.activations import treat_blocks, ways_of
 from outcore.model.backward import BackwardPass
 from outcore.model.hooks import PointHooks
 from outcore.model.laps import Laps
+from outcore.model.owners import Owners
 from outcore.model.placement import wants_fp32
 from outcore.model.policies import Activations, offloads
 from outcore.model.residency import Residency
@@ -231,7 +232,8 @@ def _hang(
     ways = ways_of(points, activations)
     saver = TracedSaver(recorder, model, on_host) if any(map(offloads, ways.values())) else None
     saved: Saved = saver or NothingSaved()
-    residency = Residency(here, clock, here, cast(Any, recorder), updates, Ledger(), Alone(), saved)
+    gauge: Any = recorder
+    residency = Residency(here, clock, here, gauge, updates, Ledger(), Alone(), saved, Owners())
     backward = BackwardPass(residency, recorder.complete)
     blocks = [i for p in points if p.block for i in p.units]
     recorder.last_block = max(blocks, default=-1)
@@ -277,6 +279,7 @@ class _Here:
     """A stage, and gradients, where everything is always there."""
 
     device = torch.device("cpu")
+    lasting = False
 
     def views(self, unit: Unit) -> Sequence[torch.Tensor]:
         return [binding.parameter.data for binding in unit.bindings]

@@ -14,7 +14,7 @@ from outcore.memory.lane import READS_PER_WRITE
 
 
 class Nowhere:
-    """Where the bytes of a simulation lie. Is `outcore.memory.place.Place` without any."""
+    """Where the bytes of a plan and of its simulation lie. Is `outcore.memory.place.Place` without any."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

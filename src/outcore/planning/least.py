@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outcore.chunks.chunk import Chunk
 from outcore.chunks.store import RunStore
 from outcore.memory.host import PAGE
+from outcore.memory.sizes import format_size
 from outcore.model.unit import Unit
 from outcore.model.units import Point
 from outcore.planning.fake_step import Trace
-from outcore.planning.minimum import needs
+from outcore.planning.minimum import bytes_of, needs
 from outcore.planning.outcome import Limits
 from outcore.planning.recorder import WITHIN
 
@@ -57,9 +57,9 @@ def least(
     for span in trace.spans:
         phase, index = span.event
         if phase in ("forward", "backward"):
-            opened[index] = _bytes(units[index], on_host)
+            opened[index] = _opened(units[index], on_host)
         pinned = sum(opened.values())
-        if opened and trace_is_backward(phase):
+        if opened and _is_backward(phase):
             pinned += max(gradient[i] for i in opened)
         pinned += max([nbytes for _, nbytes in span.stored], default=0) if on_host else 0
         if phase in WITHIN:
@@ -74,13 +74,37 @@ def least(
     return Least(max(computing, found.device), max(found.working, _leaving(trace)), whole)
 
 
+def shortage(low: Limits, whole: int, limits: Limits) -> tuple[str, int, int] | None:
+    """The tier on which budgets are too small, what is needed there, and the budget; ``None`` if they are not.
+
+    Args:
+        low: `Least.limits`.
+        whole: `Least.whole`. Without a disk all of it must be on the host.
+    """
+    if limits.device is not None and (low.device or 0) > limits.device:
+        return "device", low.device or 0, limits.device
+    if low.host > limits.host:
+        return "host", low.host, limits.host
+    if whole > limits.host + limits.disk:
+        if limits.disk == 0:
+            return "host", whole, limits.host
+        return "disk", whole - limits.host, limits.disk
+    return None
+
+
+def said(low: Limits) -> str:
+    """The smallest budgets in words."""
+    sizes = (("device", low.device), ("host", low.host), ("disk", low.disk))
+    return ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in sizes if nbytes)
+
+
 def _leaving(trace: Trace) -> int:
     """Bytes of page-locked chunks that two blocks' activations go down to, one after the other."""
     groups = [sum(nbytes for _, nbytes in span.stored) for span in trace.spans if span.stored]
     return max((a + b for a, b in zip([0, *groups], groups, strict=False)), default=0)
 
 
-def trace_is_backward(phase: str) -> bool:
+def _is_backward(phase: str) -> bool:
     """Whether gradients may arrive after such an event."""
     return phase == "backward" or phase in WITHIN
 
@@ -92,22 +116,19 @@ def _whole(units: Sequence[Unit], trace: Trace, occupied: int, on_host: bool, ac
     the highest peak. Later ones set aside what each moment needs, beside the sums of the micro-batches before.
     """
     saved = sum(nbytes for span in trace.spans for _, nbytes in span.stored)
-    lasting = saved + sum(_sum(s.parameters + s.states) for unit in units for s in unit.stores)
+    lasting = saved + sum(bytes_of(s.parameters + s.states) for unit in units for s in unit.stores)
     first = sum(
-        _sum(s.totals if unit.index in trace.wide else s.gradients) for unit in units for s in unit.stores
+        bytes_of(s.totals if unit.index in trace.wide else s.gradients) for unit in units for s in unit.stores
     )
-    sums = sum(_sum(s.totals) for unit in units for s in unit.stores) if accumulate > 1 else first
+    sums = sum(bytes_of(s.totals) for unit in units for s in unit.stores) if accumulate > 1 else first
     if not on_host:
         return lasting + sums
     beside = trace.peak if accumulate > 2 else 0
     return lasting + occupied + max(first + trace.growth, sums + beside)
 
 
-def _sum(chunks: Iterable[Chunk]) -> int:
-    return sum(chunk.nbytes for chunk in chunks)
-
-
-def _bytes(unit: Unit, on_host: bool) -> int:
+def _opened(unit: Unit, on_host: bool) -> int:
+    """Bytes that a unit takes where the model computes while it is open."""
     return unit.nbytes if on_host else sum(store.run.nbytes for store in unit.stores)
 
 

@@ -195,8 +195,9 @@ def links(device: torch.device) -> tuple[float, float]:
     except RuntimeError:
         host = torch.empty(256 << 20, dtype=torch.uint8)
     there = torch.empty_like(host, device=device)
-    down = mean(lambda: there.copy_(host, non_blocking=True), device)
-    return host.nbytes / down, host.nbytes / mean(lambda: host.copy_(there, non_blocking=True), device)
+    up = mean(lambda: there.copy_(host, non_blocking=True), device)
+    down = mean(lambda: host.copy_(there, non_blocking=True), device)
+    return host.nbytes / up, host.nbytes / down
 
 
 def updating() -> float:

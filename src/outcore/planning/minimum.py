@@ -66,7 +66,7 @@ def needs(units: Sequence[Unit], points: Sequence[Point], sliced: bool, extra: E
             working, largest = nbytes, f"the update of {unit.name}"
     update = sum(u.nbytes for u in base) + max(map(_update, units), default=0)
     total = extra.total + sum(
-        _bytes(store.parameters) + _bytes(store.states) + _bytes(store.gradients)
+        bytes_of(store.parameters) + bytes_of(store.states) + bytes_of(store.gradients)
         for unit in units
         for store in unit.stores
     )
@@ -118,7 +118,7 @@ def check(found: Needs, host: int, disk: int, device: int | None) -> None:
 def _gradient(unit: Unit) -> int:
     """A gradient chunk and the fp32 sum it is widened to are open together."""
     pairs = [
-        _bytes(dict.fromkeys(pair))
+        bytes_of(dict.fromkeys(pair))
         for store in unit.stores
         for pair in zip(store.gradients, store.totals, strict=True)
     ]
@@ -128,7 +128,7 @@ def _gradient(unit: Unit) -> int:
 def _update(unit: Unit) -> int:
     return max(
         (
-            _bytes((store.parameters[k], store.totals[k], *store.states[k : k + 1]))
+            bytes_of((store.parameters[k], store.totals[k], *store.states[k : k + 1]))
             for store in unit.stores
             if store.run.trained
             for k in range(store.run.chunks)
@@ -137,7 +137,8 @@ def _update(unit: Unit) -> int:
     )
 
 
-def _bytes(chunks: Iterable[Chunk]) -> int:
+def bytes_of(chunks: Iterable[Chunk]) -> int:
+    """Bytes of these chunks together."""
     return sum(chunk.nbytes for chunk in chunks)
 
 

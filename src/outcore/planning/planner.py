@@ -17,7 +17,7 @@ from outcore.model.policies import Activations, Precision
 from outcore.optim.optimizer import Optimizer
 from outcore.optim.optimizers import AdamW
 from outcore.planning.kept import Kept
-from outcore.planning.least import least
+from outcore.planning.least import least, said, shortage
 from outcore.planning.machine import Machine
 from outcore.planning.machine_file import by_name
 from outcore.planning.minimum import Needs, check, needs
@@ -228,7 +228,7 @@ class Planner:
         found: list[Fit] = []
         below = not self._on_host or self._limits.disk > 0
         for offloaded in (False, True) if below and activations is None else (False,):
-            asks = (sequences, accumulate, micro_batch, activations, chunk_bytes, self._subject.tokens)
+            asks = (sequences, micro_batch, activations, chunk_bytes, self._subject.tokens)
             for settings in candidates(*asks, offloaded) if not found else ():
                 if any(dominates(fit.settings, settings) for fit in found):
                     continue
@@ -247,7 +247,10 @@ class Planner:
                 activations[-1] if activations else Activations("recompute"),
                 chunk_bytes or CHUNK_SIZES[0],
             )
-            raise self._unfit(asked)
+            try:  # the batch as it is, which need not be among the sizes that were tried
+                found = [Fit(asked, self.simulate(asked), self._flops(asked))]
+            except BudgetError as error:
+                raise self._unfit(asked, error) from None
         return self._plan(fastest(found), budget, ranks)
 
     def _fit(self, settings: Settings, found: Sequence[Fit]) -> list[Fit]:
@@ -295,21 +298,19 @@ class Planner:
 
     # -- what would do ----------------------------------------------------------------------------
 
-    def _unfit(self, asked: Settings) -> BudgetError:
+    def _unfit(self, asked: Settings, refused: BudgetError) -> BudgetError:
+        """Says what would do.
+
+        Args:
+            refused: by the simulated run, which tells the tier where each single moment would have had room.
+        """
         units, points = self._subject.layout(asked.chunk_bytes)
         trace = self._subject.trace(asked.micro_batch, asked.activations)
-        low = least(units, points, trace, self._subject.occupied, self._on_host, asked.accumulate).limits
-        limits = self._limits
-        tier, needed, there = "disk", low.host + low.disk - limits.host, limits.disk
-        if limits.device is not None and (low.device or 0) > limits.device:
-            tier, needed, there = "device", low.device or 0, limits.device
-        elif low.host > limits.host or limits.disk == 0:
-            tier, needed, there = "host", low.host, limits.host
-        needed = max(needed, there + 1)
-        sizes = (("device", low.device), ("host", low.host), ("disk", low.disk))
-        said = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in sizes if nbytes)
-        remedy = f"the smallest budgets that would do with {asked} are {said}"
-        changes = list(self._changes(asked, low))
+        low = least(units, points, trace, self._subject.occupied, self._on_host, asked.accumulate)
+        short = shortage(low.limits, low.whole, self._limits)
+        tier, needed, there = short or (refused.tier, refused.needed, refused.budget)
+        remedy = f"the smallest budgets that would do with {asked} are {said(low.limits)}"
+        changes = list(self._changes(asked, low.limits))
         if changes:
             remedy += f"; or {', or '.join(changes)}"
         return BudgetError(tier, needed, there, remedy)

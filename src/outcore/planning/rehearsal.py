@@ -16,7 +16,7 @@ from outcore.errors import BudgetError, ModelError
 from outcore.memory.sizes import format_size, parse_size
 from outcore.model.policies import Activations, Precision
 from outcore.optim.kernels import AdamRule, Rule
-from outcore.planning.least import Least, least
+from outcore.planning.least import Least, least, said, shortage
 from outcore.planning.minimum import check, needs
 from outcore.planning.outcome import Limits
 from outcore.planning.subject import Loss, Subject, Trains
@@ -71,9 +71,7 @@ class Rehearsal:
         if short is None:
             return
         tier, needed, there = short
-        sizes = (("device", self.least.device), ("host", self.least.host), ("disk", self.least.disk))
-        said = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in sizes if nbytes)
-        remedy = f"the smallest budgets that would do for this batch are {said}"
+        remedy = f"the smallest budgets that would do for this batch are {said(self.least)}"
         for change in self._changes(limits):
             remedy += f"; or {change}"
         raise BudgetError(tier, needed, there, remedy)
@@ -136,19 +134,6 @@ class _Asked:
         units, points = subject.layout(self.chunk_bytes)
         trace = subject.trace(rows, self.activations)
         return least(units, points, trace, subject.occupied, self.on_host, self.accumulate)
-
-
-def shortage(low: Limits, whole: int, limits: Limits) -> tuple[str, int, int] | None:
-    """The tier on which budgets are too small, what is needed there, and the budget; ``None`` if they are not."""
-    if limits.device is not None and (low.device or 0) > limits.device:
-        return "device", low.device or 0, limits.device
-    if low.host > limits.host:
-        return "host", low.host, limits.host
-    if whole > limits.host + limits.disk:
-        if limits.disk == 0:
-            return "host", whole, limits.host
-        return "disk", whole - limits.host, limits.disk
-    return None
 
 
 def rehearse(

@@ -19,7 +19,7 @@ under the next forward. Blocks run the rank's whole batch in slices, so that it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from outcore.memory.budget import spare
@@ -28,10 +28,11 @@ from outcore.model.unit import Unit
 from outcore.planning.cluster import Cluster, Fabric, Group
 from outcore.planning.fake_step import Trace
 from outcore.planning.flow import Link
-from outcore.planning.settings import SLICE_TOKENS, Settings
+from outcore.planning.settings import Settings, slice_rows
 from outcore.planning.strategies import Row, Share, Sizes
 from outcore.planning.subject import Subject
 from outcore.planning.timing import seconds_of
+from outcore.planning.ways import WAYS, Way, way_of
 
 AHEAD = 2
 """Units that are gathered before they are used."""
@@ -42,8 +43,6 @@ STEPS = 3
 CHUNK = 32 << 20
 ROUNDING = 64
 """Bytes by which shares of a tier that is filled to the brim may pass it."""
-
-WAYS = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hybrid", "outcore")
 
 
 @dataclass(frozen=True)
@@ -102,22 +101,24 @@ class Spread:
 
 
 def spread(
-    subject: Subject, cluster: Cluster, accumulate: int = 1, ways: Sequence[str] = WAYS
+    subject: Subject, cluster: Cluster, accumulate: int = 1, ways: Iterable[str] = WAYS
 ) -> list[Spread]:
     """Each way at its fastest settings that fit; where none does, at those that need least.
 
     Args:
         subject: its batch is that of one rank.
         accumulate: batches of a step.
+        ways: by name.
 
     Raises:
+        UsageError: there is no such way.
         ModelError: the model can't be traced.
     """
-    return [_best(subject, cluster, accumulate, way) for way in ways]
+    return [_best(subject, cluster, accumulate, way) for way in [way_of(name) for name in ways]]
 
 
-def _best(subject: Subject, cluster: Cluster, accumulate: int, way: str) -> Spread:
-    found = [simulate(subject, cluster, way, s) for s in _settings(subject, accumulate, way == "outcore")]
+def _best(subject: Subject, cluster: Cluster, accumulate: int, way: Way) -> Spread:
+    found = [simulate(subject, cluster, way.name, s) for s in _settings(subject, accumulate, way.on_host)]
     fitting = [one for one in found if one.fits]
     if fitting:
         return min(fitting, key=lambda one: one.seconds)
@@ -129,9 +130,7 @@ def _settings(subject: Subject, accumulate: int, slices: bool) -> Iterator[Setti
     size, turns = subject.batch_size, accumulate
     if slices:
         whole = size * accumulate
-        part = next(
-            (d for d in range(1, whole) if whole % d == 0 and d * subject.tokens >= SLICE_TOKENS), None
-        )
+        part = slice_rows(whole, subject.tokens)
         if part is not None:
             yield Settings(whole, 1, Activations("recompute", part), CHUNK)
     while True:
@@ -142,19 +141,24 @@ def _settings(subject: Subject, accumulate: int, slices: bool) -> Iterator[Setti
         size, turns = size // 2, turns * 2
 
 
-def simulate(subject: Subject, cluster: Cluster, way: str, settings: Settings) -> Spread:
+def simulate(subject: Subject, cluster: Cluster, name: str, settings: Settings) -> Spread:
     """One way with fixed settings.
 
     Args:
-        way: one of `WAYS`.
+        name: of the way.
+
+    Raises:
+        UsageError: there is no such way.
+        ModelError: the model can't be traced.
     """
+    way = way_of(name)
     units, _ = subject.layout(settings.chunk_bytes)
     trace = subject.trace(settings.micro_batch, settings.activations)
     sizes = Sizes.of(units, subject.facts.buffers)
     memory, on_disk = _memory(sizes, trace, cluster, way)
     tokens = trace.tokens * settings.accumulate * cluster.ranks
     if not memory.fits:
-        return Spread(way, cluster.ranks, settings, memory, 0.0, 0.0, 0.0, {}, tokens)
+        return Spread(name, cluster.ranks, settings, memory, 0.0, 0.0, 0.0, {}, tokens)
     rank = _Rank(units, trace, cluster, way, on_disk)
     for number in range(STEPS):
         start, computed, moved = rank.now, rank.computed, list(rank.fabric.moved)
@@ -167,7 +171,7 @@ def simulate(subject: Subject, cluster: Cluster, way: str, settings: Settings) -
     # an update on the device is neither computing nor waiting
     waited = seconds - compute - rank.updating
     return Spread(
-        way,
+        name,
         cluster.ranks,
         settings,
         memory,
@@ -179,29 +183,22 @@ def simulate(subject: Subject, cluster: Cluster, way: str, settings: Settings) -
     )
 
 
-def _memory(sizes: Sizes, trace: Trace, cluster: Cluster, way: str) -> tuple[Row, float]:
-    """What each rank holds, and the share of outcore's states that lies on disk."""
+def _memory(sizes: Sizes, trace: Trace, cluster: Cluster, way: Way) -> tuple[Row, float]:
+    """What each rank holds, and the share of its states that lies on disk."""
     machine, ranks, gpus = cluster.machine, cluster.ranks, cluster.gpus
     share = Share(sizes, trace, ranks)
     host = spare("host", machine.host) / gpus
     disk = spare("disk", machine.disk) / gpus if machine.disk else 0
+    gathers = 1 + AHEAD if way.parameters else 0
     on_disk = 0.0
-    if way == "data parallel":
-        row = share.row(way, device=(1, 1, 1))
-    elif way == "ZeRO-1":
-        row = share.row(way, device=(1, 1, 1 / ranks))
-    elif way == "ZeRO-2":
-        row = share.row(way, device=(1, 1 / ranks, 1 / ranks))
-    elif way == "ZeRO-3":
-        row = share.row(way, device=(1 / ranks,) * 3, gathers=1 + AHEAD)
-    elif way == "hybrid":
-        row = share.row(way, device=(1 / gpus,) * 3, gathers=1 + AHEAD)
+    if not way.on_host:
+        row = share.row(way.name, device=way.shares(cluster), gathers=gathers)
     else:
         whole = (sizes.parameters + sizes.frozen + sizes.gradients + sizes.moments + share.masters) / ranks
         on_disk = max(0.0, 1 - host / max(1.0, whole))
         on_host = (1 - on_disk) / ranks
         row = share.row(
-            way, host=(on_host,) * 3, disk=(on_disk / ranks,) * 3, gathers=1 + AHEAD, half=share.masters
+            way.name, host=(on_host,) * 3, disk=(on_disk / ranks,) * 3, gathers=gathers, half=share.masters
         )
     room = {"device": spare("device", machine.device or 0), "host": host, "disk": disk}
     fits = all(row.total(tier) <= room[tier] + ROUNDING for tier in room)
@@ -212,12 +209,12 @@ class _Rank:
     """One rank through its steps."""
 
     def __init__(
-        self, units: Sequence[Unit], trace: Trace, cluster: Cluster, way: str, on_disk: float
+        self, units: Sequence[Unit], trace: Trace, cluster: Cluster, way: Way, on_disk: float
     ) -> None:
         machine = cluster.machine
         self._trace, self._way, self._machine = trace, way, machine
         self._world = Group(cluster.nodes, cluster.gpus, cluster.in_network)
-        self._node = Group(1, cluster.gpus, cluster.in_network)
+        self._group = way.group(cluster)
         self._nodes = Group(cluster.nodes, 1, cluster.in_network)
         self._parameters = [sum(s.run.nbytes for s in unit.stores) for unit in units]
         self._gradients = [sum(s.run.nbytes for s in unit.stores if s.run.trained) for unit in units]
@@ -227,8 +224,6 @@ class _Rank:
         self._stored = [on_disk * s for s in states]
         self._seconds = [seconds_of(span.work, machine) for span in trace.spans]
         self._uses = [span.event[1] for span in trace.spans if span.event[0] in ("forward", "backward")]
-        self._gathers = way in ("ZeRO-3", "hybrid", "outcore")
-        self._slice = self._world.size if way == "outcore" else 1
         self._updated = [0.0] * len(units)
         self._ends = [0.0]
         self._up, self._down = Link(machine.link_in or 1e30), Link(machine.link_out or 1e30)
@@ -260,50 +255,48 @@ class _Rank:
 
     def _bring(self, unit: int) -> float:
         """When a unit's parameters are there, asked for now."""
-        if not self._gathers:
+        if not self._way.parameters:
             return self.now
         start = self.now
-        if self._way == "outcore":
+        if self._way.on_host:
             start = max(start, self._updated[unit])
-            start = self._up.send(round(self._parameters[unit] / self._slice), start)
-        group = self._node if self._way == "hybrid" else self._world
-        return self.fabric.start(group.all_gather(self._parameters[unit]), start)
+            start = self._up.send(round(self._parameters[unit] / self._group.size), start)
+        return self.fabric.start(self._group.all_gather(self._parameters[unit]), start)
 
     def _reduce(self, nbytes: int, last: bool) -> None:
         """A unit's gradients are complete."""
         way, fabric = self._way, self.fabric
-        if way in ("data parallel", "ZeRO-1") and not last:
+        if not way.gradients and not last:
             return
-        if way == "data parallel":
+        if not way.states:
             self._ends.append(fabric.start(self._world.all_reduce(nbytes), self.now))
             return
-        group = self._node if way == "hybrid" else self._world
-        end = fabric.start(group.reduce_scatter(nbytes), self.now)
-        if way == "hybrid" and last:
-            end = fabric.start(self._nodes.all_reduce(nbytes / self._node.size), end)
-        if way == "outcore":
-            end = self._down.send(round(nbytes / self._slice), end)
+        end = fabric.start(self._group.reduce_scatter(nbytes), self.now)
+        if way.in_node and last:
+            end = fabric.start(self._nodes.all_reduce(nbytes / self._group.size), end)
+        if way.on_host:
+            end = self._down.send(round(nbytes / self._group.size), end)
         self._ends.append(end)
 
     def step(self) -> None:
         """The end of a step: gradients are there, and the update is done, or begun."""
         machine = self._machine
         self.now, self._ends = max(self.now, *self._ends), [0.0]
-        if self._way == "outcore":
+        if self._way.on_host:
             moment, disk = self.now, max(self._disk, self.now)
             for unit, nbytes in enumerate(self._updates):  # on its disks one thing after the other
-                stored = self._stored[unit] / self._slice
+                stored = self._stored[unit] / self._group.size
                 if stored:
                     disk += stored * self._gpus / machine.disk_read
                     moment = max(moment, disk)
-                moment += nbytes / self._slice * self._gpus / machine.update
+                moment += nbytes / self._group.size * self._gpus / machine.update
                 if stored:
                     disk += stored * self._gpus / machine.disk_write
                 self._updated[unit] = moment
             self._disk = disk
             return
-        share = {"data parallel": 1, "hybrid": self._node.size}.get(self._way, self._world.size)
-        self.updating = sum(self._updates) / share / machine.compute_bandwidth
+        slices = self._group.size if self._way.states else 1
+        self.updating = sum(self._updates) / slices / machine.compute_bandwidth
         self.now += self.updating
-        if self._way in ("ZeRO-1", "ZeRO-2"):
+        if self._way.states and not self._way.parameters:
             self.now = self.fabric.start(self._world.all_gather(sum(self._parameters)), self.now)

@@ -65,7 +65,6 @@ _SAID = {
 
 def candidates(
     sequences: int,
-    accumulate: int,
     micro_batch: int | None,
     activations: Sequence[Activations] | None,
     chunk_bytes: int | None,
@@ -86,10 +85,19 @@ def candidates(
             ways = [Activations("offload"), Activations("recompute+offload")]
         else:
             ways = [Activations("keep"), Activations("recompute")]
-            part = next((d for d in range(1, size) if size % d == 0 and d * tokens >= SLICE_TOKENS), None)
+            part = slice_rows(size, tokens)
             ways += [] if part is None else [Activations("recompute", part)]
         for way in ways:
             yield Settings(size, sequences // size, way, chunk_bytes or CHUNK_SIZES[0])
+
+
+def slice_rows(sequences: int, tokens: int) -> int | None:
+    """Sequences of the slices that are tried for a pass; ``None`` where none is smaller than it.
+
+    Args:
+        tokens: of a sequence.
+    """
+    return next((d for d in range(1, sequences) if sequences % d == 0 and d * tokens >= SLICE_TOKENS), None)
 
 
 def _sizes(sequences: int) -> list[int]:

@@ -51,11 +51,12 @@ def sizes(device: torch.device, folder: str | os.PathLike[str] | None) -> tuple[
     return on_device, host_capacity(), 0 if folder is None else available_disk(folder)
 
 
-def this(folder: str | os.PathLike[str] | None = None) -> Machine:
+def this(folder: str | os.PathLike[str] | None = None, device: torch.device | None = None) -> Machine:
     """This machine.
 
     Args:
         folder: where its disk is measured; by default that of the profile's.
+        device: what computes; by default that of the profile's.
 
     Raises:
         UsageError: it has not been profiled, or its profile is of another device.
@@ -64,8 +65,20 @@ def this(folder: str | os.PathLike[str] | None = None) -> Machine:
     if not path.is_file():
         raise UsageError("this machine's speeds are not known yet: run outcore profile --disk DIR first")
     found = read(path)
-    device = find(None)
+    device = _profiled(found) if device is None else device
     on_device, host, disk = sizes(device, folder)
     if (on_device is None) != (found.device is None):
-        raise UsageError(f"the profile in {path} is of another device: run outcore profile again")
+        raise UsageError(
+            f"the profile in {path} is of another device: run outcore profile --device {device.type} again"
+        )
     return replace(Here.of(found), device=on_device, host=host, disk=found.disk if folder is None else disk)
+
+
+def _profiled(profile: Machine) -> torch.device:
+    """The device that a profile is of, which its name ends with; should it be gone, what computes here by default."""
+    if profile.device is None:
+        return torch.device("cpu")
+    try:
+        return find(profile.name.rpartition(", ")[2])
+    except UsageError:
+        return find(None)

@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from outcore.chunks.chunk import Chunk, Kind
-from outcore.chunks.layout import Entry, Run, lay_out
-from outcore.chunks.store import PlaneType, RunStore, chunk_bytes
+from outcore.chunks.layout import Entry, lay_out
+from outcore.chunks.store import PlaneType, build
 from outcore.model.unit import Binding, Unit
 from outcore.model.units import UnitPlan
 from outcore.optim.kernels import Rule
 from outcore.optim.pipeline import master_kind
-
-
-@dataclass(frozen=True)
-class VirtualPlace:
-    """So many bytes that are nowhere. Implements `outcore.memory.place.Place`."""
-
-    nbytes: int
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        raise AssertionError("a plan has no bytes")
-
-    @property
-    def buffer(self) -> memoryview:
-        raise AssertionError("a plan has no bytes")
-
-    def release(self) -> None:
-        """Nothing to give back."""
+from outcore.planning.flow import Nowhere
 
 
 def lay(
@@ -70,7 +51,7 @@ def lay(
             if run.trained:
                 assert rule is not None
                 planes = rule.planes(run.dtype, master_kind(rule, run.dtype))
-            store = _store(plan.name, run, planes)
+            store = build(plan.name, run, planes, _span, Nowhere, Nowhere)
             stores.append(store)
             for slot in run.slots:
                 name, parameter = found[slot.index]
@@ -79,20 +60,5 @@ def lay(
     return units
 
 
-def _store(name: str, run: Run, planes: tuple[PlaneType, ...]) -> RunStore:
-    """As `outcore.chunks.store.build` makes it, which reserves addresses for gradients and states."""
-    extents = [run.extent(k) for k in range(run.chunks)]
-
-    def make(kind: Kind, *kinds: PlaneType) -> tuple[Chunk, ...]:
-        return tuple(
-            Chunk(kind, name, VirtualPlace(chunk_bytes(kinds, stop - start))) for start, stop in extents
-        )
-
-    parameters = make(Kind.PARAMETER, PlaneType("parameter", run.dtype))
-    if not run.trained:
-        return RunStore(name, run, parameters, (), (), (), ())
-    wide = run.dtype is torch.float32
-    gradients = make(Kind.GRADIENT, PlaneType("gradient", run.dtype))
-    totals = gradients if wide else make(Kind.GRADIENT, PlaneType("total", torch.float32))
-    states = make(Kind.STATE, *planes) if planes else ()
-    return RunStore(name, run, parameters, gradients, totals, states, planes)
+def _span(offset: int, nbytes: int) -> Nowhere:
+    return Nowhere(nbytes)

@@ -1,10 +1,9 @@
-"""Which steps of a run are recorded, and the file that they go to."""
+"""Records steps of a run, and keeps the file that they go to."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -12,36 +11,10 @@ from types import TracebackType
 
 from torch import nn
 
-from outcore.errors import TierError, UsageError
+from outcore.errors import TierError
 from outcore.offloaded import engine_of
 from outcore.report.chrome import NAME, to_trace
 from outcore.report.timeline import Record, Timeline
-
-DEFAULT = "2-3,last"
-"""The first steps whose order is known, and one in which all has settled."""
-
-
-def parse_steps(text: str, steps: int) -> frozenset[int]:
-    """The steps that are meant by such as ``2-3,last``, ``5`` or ``none``, out of 1 to ``steps``.
-
-    Raises:
-        UsageError: it means nothing.
-    """
-    found: set[int] = set()
-    for part in text.replace(" ", "").lower().split(","):
-        if part == "none" and text.strip().lower() == "none":
-            continue
-        if part == "last":
-            found.add(steps)
-            continue
-        match = re.fullmatch(r"(\d{1,12})(?:-(\d{1,12}))?", part)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if not 1 <= first <= last:
-            raise UsageError(
-                f"--trace-steps is {text!r}: give numbers from 1, ranges and the word last, such as {DEFAULT}, or none"
-            )
-        found.update(range(first, min(last, steps) + 1))
-    return frozenset(found)
 
 
 class Tracer:

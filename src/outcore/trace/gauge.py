@@ -225,13 +225,17 @@ class MeteredGauge:
         return error
 
     def _reserve(self, nbytes: int, ahead: int) -> None:
-        before, self._reserved = self._reserved, nbytes
-        if nbytes > before:
-            self._owner.reserve(nbytes, ahead)
-            self._ledger.hold(self._tier, nbytes - before, ACTIVATIONS)
+        """Chunks leave before the bytes are held, and come after they are given back, so that no peak has both."""
+        if nbytes > self._reserved:
+            self._owner.reserve(nbytes, ahead)  # if it can't, what is held stays as it was
+            self._hold(nbytes)
         else:
-            self._ledger.hold(self._tier, nbytes - before, ACTIVATIONS)
+            self._hold(nbytes)
             self._owner.reserve(nbytes, ahead)
+
+    def _hold(self, nbytes: int) -> None:
+        before, self._reserved = self._reserved, nbytes
+        self._ledger.hold(self._tier, nbytes - before, ACTIVATIONS)
 
     def end(self, whole: bool = True) -> None:
         if self._key is None and self._meter is None:

@@ -25,6 +25,7 @@ from outcore.memory.device import Streams
 from outcore.memory.ledger import Ledger
 from outcore.memory.pinned import PinnedMemory
 from outcore.memory.place import Place
+from outcore.memory.refusal import allocating_on_device
 from outcore.trace.meter import uncounted
 
 
@@ -109,7 +110,8 @@ class DeviceCarrier:
     def _bring(self, chunk: Chunk, nbytes: int) -> _Coming:
         guard, stream = self._pool.guard([chunk], Access.READ), self._streams.copy_in
         try:
-            shown = torch.empty(nbytes, dtype=torch.uint8, device=self._device)  # a meter counts it
+            with allocating_on_device(chunk.name, nbytes):
+                shown = torch.empty(nbytes, dtype=torch.uint8, device=self._device)  # a meter counts it
             self._await_free()
             with uncounted(), self._ledger.crossing("device in", chunk.name, stream, nbytes), stream:
                 shown.copy_(chunk.region.tensor[:nbytes], non_blocking=True)

@@ -31,6 +31,7 @@ from outcore.chunks.chunk import Chunk
 from outcore.chunks.guards import Guard
 from outcore.chunks.pool import Pool
 from outcore.errors import ModelError
+from outcore.model.owners import Owners
 from outcore.model.readers import is_ours
 from outcore.model.saved.carriers import Carrier
 from outcore.model.saved.shelf import Shelf, Slot
@@ -122,7 +123,8 @@ class SavedTensors:
 
     Args:
         carrier: copies between the device and the chunks.
-        units: all of the model, whose parameters stay.
+        units: all of the model.
+        owners: know whose parameters a tensor shows; those stay.
         buffers: yields the model's buffers, which stay.
 
     Attributes:
@@ -135,12 +137,14 @@ class SavedTensors:
         pool: Pool,
         device: torch.device,
         units: Sequence[Unit],
+        owners: Owners,
         buffers: Callable[[], Iterator[torch.Tensor]],
     ) -> None:
         self._carrier = carrier
         self._pool = pool
         self._device = device
         self._units = units
+        self._owners = owners
         self._buffers = buffers
         self._shelf = Shelf(carrier.place)
         self._groups: list[Group] = []
@@ -177,7 +181,7 @@ class SavedTensors:
     def _pack(self, group: Group, tensor: torch.Tensor) -> Watched:
         self.sweep()
         if not self._moves(tensor):
-            return Kept(tensor, self._owner(tensor))
+            return Kept(tensor, self._owners.of(tensor))
         with uncounted():
             storage = tensor.untyped_storage()._cdata
             known = (found() for found in self._known.get(storage, ()))
@@ -190,17 +194,7 @@ class SavedTensors:
         storage = tensor.untyped_storage()._cdata
         if to_store(tensor).nbytes < SMALLEST or storage in self._staying:
             return False
-        return self._owner(tensor) is None
-
-    def _owner(self, tensor: torch.Tensor) -> Unit | None:
-        """The open unit of whose parameters a tensor is a view."""
-        if not has_bytes(tensor):
-            return None
-        storage = tensor.untyped_storage()._cdata
-        for unit in self._units:
-            if unit.opened and any(storage == b.parameter.untyped_storage()._cdata for b in unit.bindings):
-                return unit
-        return None
+        return self._owners.of(tensor) is None
 
     def _store(self, group: Group, tensor: torch.Tensor) -> Entry:
         span, slot = to_store(tensor), (group.unit.index, len(group.entries))

@@ -30,11 +30,13 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from outcore.errors import ModelError
+from outcore.model.buffers import CallBuffers
+from outcore.model.draws import Draws, draws_kept
 from outcore.model.forwards import around_forward
 from outcore.model.graph import next_sequence_number, reaches_beyond
+from outcore.model.recomputation import Recomputation
 from outcore.model.slices.cut import Arguments, arguments_of, has_cache
 from outcore.model.slices.probe import (
     Layout,
@@ -44,7 +46,7 @@ from outcore.model.slices.probe import (
     outputs_of,
     refuse_batch_norm,
 )
-from outcore.model.slices.surroundings import Autocast, Draws, draws_kept
+from outcore.model.slices.surroundings import Autocast
 from outcore.model.trees import put_together, structure_of
 
 Collect = Callable[[nn.Parameter, torch.Tensor], None]
@@ -52,7 +54,11 @@ Collect = Callable[[nn.Parameter, torch.Tensor], None]
 
 
 def recompute_in_slices(
-    module: nn.Module, name: str, rows: int, collect: Collect | None = None
+    module: nn.Module,
+    name: str,
+    rows: int,
+    collect: Collect | None = None,
+    computing: Callable[[], None] = lambda: None,
 ) -> Callable[[], None]:
     """Let a block run batches in slices and recompute each in backward; see [Note: Slices].
 
@@ -60,12 +66,13 @@ def recompute_in_slices(
         name: the block's, for messages.
         rows: of a slice.
         collect: takes the gradients of parameters; without it they go to ``.grad``, rounded to its dtype.
+        computing: of a batch of one slice, as `outcore.model.activations.recompute` takes it.
 
     Returns:
         A function that undoes it.
     """
     original = module.forward
-    sliced = _SlicedBlock(module, original, name, rows, collect)
+    sliced = _SlicedBlock(module, original, name, rows, collect, Recomputation(module, name, computing))
 
     return around_forward(module, lambda _: lambda *args, **kwargs: sliced(args, kwargs))
 
@@ -80,7 +87,9 @@ class _SlicedBlock:
         name: str,
         rows: int,
         collect: Collect | None,
+        recomputation: Recomputation,
     ) -> None:
+        self.recomputation = recomputation
         self.function = function
         self.name = name
         self.rows = rows
@@ -102,7 +111,7 @@ class _SlicedBlock:
         if arguments.rows <= self.rows:
             if not with_graph:
                 return self.function(*args, **kwargs)
-            return checkpoint(self.function, *args, use_reentrant=False, **kwargs)
+            return self.recomputation(self.function, args, kwargs)
         call = _Call(self, arguments, self._layout(arguments))
         if not with_graph:
             return call.without_graph(arguments)
@@ -136,6 +145,7 @@ class _Call:
         self.skeleton: Any = None
         self.device = arguments.device
         self._draws: list[Draws] = []
+        self._buffers: list[CallBuffers] = []
         self._autocast = Autocast.now(self.device)
 
     def without_graph(self, arguments: Arguments) -> Any:
@@ -159,7 +169,10 @@ class _Call:
         for start, stop in arguments.slices(self.block.rows):
             self._draws.append(Draws.now(self.device, self._draws[-1] if self._draws else None))
             leaves, first = _leaves(arguments.pieces(start, stop), needed), next_sequence_number()
-            with torch.enable_grad(), saved_tensors_hooks(_forget, _forgotten), self._autocast.again():
+            buffers = self.block.recomputation.buffers()
+            self._buffers.append(buffers)
+            forgets = saved_tensors_hooks(_forget, _forgotten)
+            with buffers.computing(), torch.enable_grad(), forgets, self._autocast.again():
                 tensors = self._run(leaves)
             if start == 0 and reaches_beyond(tensors, first, [*leaves, *parameters]):
                 raise ModelError(
@@ -191,7 +204,8 @@ class _Call:
             for number, (start, stop) in enumerate(arguments.slices(self.block.rows)):
                 self._draws[number].restore()
                 leaves = _leaves(arguments.pieces(start, stop), needed)
-                found = self._gradients(leaves, parameters, gradients, start, stop)
+                with self._buffers[number].computing():
+                    found = self._gradients(leaves, parameters, gradients, start, stop)
                 for k, gradient in enumerate(found[: len(leaves)]):
                     if gradient is not None and arguments.by_rows[k]:
                         own[k] = _write(own[k], gradient, start, stop, arguments.rows)

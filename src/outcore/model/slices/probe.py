@@ -21,8 +21,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from outcore.errors import ModelError
+from outcore.model.buffers import places_of, untouched
+from outcore.model.draws import draws_kept
 from outcore.model.slices.cut import Arguments
-from outcore.model.slices.surroundings import Autocast, draws_kept
+from outcore.model.slices.surroundings import Autocast
 from outcore.model.trees import others_of, take_apart, tensors_of
 
 TOLERANCE = 0.05
@@ -86,27 +88,25 @@ def examine(
     Raises:
         ModelError: it mixes rows, or changes its arguments.
     """
-    buffers = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers()]
-    try:
-        with torch.inference_mode(False), torch.no_grad():
-            ordinary = _run(block, function, arguments, None, 1.0)
-            layout = tuple(t.dim() > 0 and t.shape[0] == 2 for t in ordinary)
-            if not all(map(_finite, ordinary)):
-                return layout, False
-            for factor in (float("nan"), -1.0):
-                for row in (0, 1):
-                    changed = _run(block, function, arguments, row, factor)
-                    if _spreads(ordinary, changed, layout, 1 - row):
-                        raise ModelError(
-                            f"the block {block} mixes the samples of a batch (one changes what comes out for "
-                            "another), so it can't run in slices: leave microbatch out (of torch's own layers, "
-                            "batch_first=True takes the batch as dimension 0)"
-                        )
-    finally:
-        with torch.no_grad():
-            for buffer, version, before in buffers:
-                if buffer._version != version:
-                    buffer.copy_(before)
+    places = places_of(module)
+
+    def run(row: int | None, factor: float) -> list[torch.Tensor]:
+        with untouched(places):
+            return _run(block, function, arguments, row, factor)
+
+    with torch.inference_mode(False), torch.no_grad():
+        ordinary = run(None, 1.0)
+        layout = tuple(t.dim() > 0 and t.shape[0] == 2 for t in ordinary)
+        if not all(map(_finite, ordinary)):
+            return layout, False
+        for factor in (float("nan"), -1.0):
+            for row in (0, 1):
+                if _spreads(ordinary, run(row, factor), layout, 1 - row):
+                    raise ModelError(
+                        f"the block {block} mixes the samples of a batch (one changes what comes out for "
+                        "another), so it can't run in slices: leave microbatch out (of torch's own layers, "
+                        "batch_first=True takes the batch as dimension 0)"
+                    )
     return layout, True
 
 
