@@ -13,7 +13,7 @@
     │   ├── DiskWriteError           a write failed or was cut short
     │   ├── CorruptionError          bytes read back are not the bytes that were written
     │   ├── CheckpointError          a checkpoint is incomplete, damaged, or not of this run
-    │   └── DeviceError              an accelerator refused an allocation or a copy
+    │   └── DeviceError              an accelerator refused an allocation
     ├── PeerError (RuntimeError)     another rank failed or went another way
     ├── StateError (RuntimeError)    calls in an order that has no meaning, e.g. step() inside forward
     └── NonFiniteError (ArithmeticError)   a loss or gradient is inf or NaN where that was forbidden
@@ -85,7 +85,7 @@ class CheckpointError(TierError):
 
 
 class DeviceError(TierError):
-    """An accelerator refused an allocation or a copy."""
+    """An accelerator refused an allocation."""
 
 
 class PeerError(OutcoreError, RuntimeError):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from outcore.engine import Engine
@@ -158,7 +159,11 @@ def _refuse_shared(model: nn.Module) -> None:
     spans = sorted(
         (p.data_ptr(), p.data_ptr() + p.nbytes, name)
         for name, p in model.named_parameters()
-        if p.device.type == "cpu" and p.layout is torch.strided and p.numel() and p.is_contiguous()
+        if not is_lazy(p)
+        and p.device.type == "cpu"
+        and p.layout is torch.strided
+        and p.numel()
+        and p.is_contiguous()
     )
     for (_, stop, first), (start, _, second) in itertools.pairwise(spans):
         if start < stop:
