@@ -29,7 +29,7 @@ picture: $(VENV)/.run
 	$(BIN)/python docs/images/make_demo_image.py $(DEMO_FLAGS)
 
 test: lint
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow"
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow" --durations 40
 
 test-long: $(VENV)/.test
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m slow

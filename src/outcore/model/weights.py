@@ -180,7 +180,7 @@ def fill(unit: Unit, plan: UnitPlan, source: Source, pool: Pool, rule: Rule | No
                 raise ModelError(
                     f"{name}: the weights have shape {list(values.shape)}, the model {list(binding.slot.shape)}"
                 )
-            _write(binding, values, pool, None if rule is None else partial(_begin, rule))
+            write(binding, values, pool, None if rule is None else partial(_begin, rule))
     finally:
         pool.repay(lent)
     if lent:
@@ -211,10 +211,10 @@ def change(unit: Unit, function: Change, pool: Pool, rule: Rule | None, ranks: R
                     f"{name} was changed to other values on one rank than on another: seed all alike"
                 )
         with ranks.telling(what):
-            _write(bindings[name], found, pool, None if rule is None else rule.set_master)
+            write(bindings[name], found, pool, None if rule is None else rule.set_master)
 
 
-def _write(binding: Binding, values: torch.Tensor, pool: Pool, put: Put | None) -> None:
+def write(binding: Binding, values: torch.Tensor, pool: Pool, put: Put | None) -> None:
     """Set one parameter, and where it is trained its states by ``put``."""
     store, slot = binding.store, binding.slot
     flat = values.reshape(-1)
