@@ -102,7 +102,9 @@ class _CrossEntropy(torch.autograd.Function):
             rounded = errors.to(hidden.dtype)
             del errors
             if of_weight is not None:
-                torch.mm(rounded.T, hidden, out=of_weight[start:stop])
+                of_weight[start:stop] = (
+                    rounded.T @ hidden
+                )  # not out=: `outcore.model.matmuls` widens no such product
             if own is not None:
                 own.add_(rounded @ weight[start:stop])
             del rounded
