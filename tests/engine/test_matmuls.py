@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import outcore
 from outcore.model import matmuls
+from outcore.model.slices.loss import summed_cross_entropy
 
 SLOW = (torch.bfloat16, torch.float16)
 
@@ -60,6 +63,56 @@ def test_batches_of_products(dtype: torch.dtype, size: int) -> None:
     exact = a.double() @ b.double()
     close(torch.bmm(a, b), exact)
     close(torch.baddbmm(bias, a, b, alpha=2), bias.double() + 2 * exact)
+
+
+def test_products_into_a_tensor_that_is_there(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = drawn(33, 40, dtype=dtype), drawn(40, 7, dtype=dtype, seed=1)
+    bias, whole = drawn(7, dtype=dtype, seed=2), torch.zeros(50, 7, dtype=dtype)
+    widened: list[torch.Tensor] = []
+    multiply = matmuls._multiply
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        widened.append(args[2])
+        return multiply(*args, **kwargs)
+
+    monkeypatch.setattr(matmuls, "_multiply", counted)
+    torch.mm(a, b, out=whole[10:43])
+    assert torch.equal(whole[10:43], a @ b)
+    assert not whole[:10].any()
+    assert not whole[43:].any()
+    assert torch.equal(torch.addmm(bias, a, b, out=torch.empty(33, 7, dtype=dtype)), torch.addmm(bias, a, b))
+    batches = a.expand(3, 33, 40).contiguous(), b.expand(3, 40, 7).contiguous()
+    out = torch.empty(3, 33, 7, dtype=dtype)
+    assert torch.equal(torch.bmm(*batches, out=out), torch.bmm(*batches))
+    assert torch.equal(torch.baddbmm(bias, *batches, out=out), torch.baddbmm(bias, *batches))
+    assert len(widened) == 8
+    with pytest.raises(RuntimeError, match="dtype"):
+        torch.mm(a, b, out=torch.empty(33, 7, dtype=torch.int32))
+
+
+class Products(TorchDispatchMode):
+    """Notes the operators that multiply matrices, as they reach the processor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if "mm" in name:
+            overload = func._overloadname
+            self.seen.append(name if overload == "default" else f"{name}.{overload}")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_loss_in_slices_is_widened_as_a_whole(dtype: torch.dtype) -> None:
+    """One product that is left to torch takes longer than all others."""
+    hidden = drawn(12, 16, dtype=dtype).requires_grad_()
+    weight = drawn(50, 16, dtype=dtype, seed=1).requires_grad_()
+    with Products() as products:
+        summed_cross_entropy(hidden, weight, None, torch.arange(12), -100, 4).backward()
+    assert len(products.seen) >= 3
+    assert set(products.seen) <= set(matmuls._KERNELS)
 
 
 @pytest.mark.parametrize("masked", ["", "bool", "each row"])

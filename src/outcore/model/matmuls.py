@@ -86,11 +86,12 @@ Several = Callable[..., tuple[torch.Tensor, ...]]
 """Kernels of torch's; the first argument are the dispatch keys of the call."""
 
 
-def _plain(rank: int, original: One, keys: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``mm`` and ``bmm``, of matrices or batches of them."""
-    if not _suits(rank, a, b):
-        return original(keys, a, b)
-    return _multiply(a, b, a.new_empty(*a.shape[:-1], b.shape[-1]))
+def _plain(
+    rank: int, original: One, keys: Any, a: torch.Tensor, b: torch.Tensor, **given: torch.Tensor
+) -> torch.Tensor:
+    """``mm`` and ``bmm``, of matrices or batches of them; ``out`` may be given."""
+    out = _target(rank, a, b, **given)
+    return original(keys, a, b, **given) if out is None else _multiply(a, b, out)
 
 
 def _added(
@@ -103,11 +104,12 @@ def _added(
     *,
     beta: Any = 1,
     alpha: Any = 1,
+    **given: torch.Tensor,
 ) -> torch.Tensor:
-    """``addmm`` and ``baddbmm``."""
-    if not _suits(rank, a, b) or bias.dtype is not a.dtype:
-        return original(keys, bias, a, b, beta=beta, alpha=alpha)
-    out = a.new_empty(*a.shape[:-1], b.shape[-1])
+    """``addmm`` and ``baddbmm``; ``out`` may be given."""
+    out = _target(rank, a, b, **given) if bias.dtype is a.dtype else None
+    if out is None:
+        return original(keys, bias, a, b, beta=beta, alpha=alpha, **given)
     return _multiply(a, b, out, bias.expand(out.shape), beta, alpha)
 
 
@@ -154,18 +156,25 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 _KERNELS: dict[str, Callable[..., Any]] = {
     "mm": partial(_plain, 2),
+    "mm.out": partial(_plain, 2),
     "bmm": partial(_plain, 3),
+    "bmm.out": partial(_plain, 3),
     "addmm": partial(_added, 2),
+    "addmm.out": partial(_added, 2),
     "baddbmm": partial(_added, 3),
+    "baddbmm.out": partial(_added, 3),
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention,
 }
 """The operators that all dense products come to, also those of autograd's formulas."""
 
 
-def _suits(rank: int, a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether a product is ours. What can't be multiplied is not: torch says what is wrong with it."""
-    return (
+def _target(
+    rank: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Where a product goes; ``None`` if it isn't ours. What can't be multiplied, or can't be put into ``out`` as it is,
+    is not: torch says what is wrong with it."""
+    suits = (
         a.dtype in _active
         and a.is_cpu  # a device may have the CPU's kernels work on memory of its own
         and a.dtype is b.dtype
@@ -174,6 +183,12 @@ def _suits(rank: int, a: torch.Tensor, b: torch.Tensor) -> bool:
         and a.shape[-1] == b.shape[-2]
         and min(a.numel(), b.numel()) > 0
     )
+    if not suits:
+        return None
+    shape = (*a.shape[:-1], b.shape[-1])
+    if out is None:
+        return a.new_empty(shape)
+    return out if out.dtype is a.dtype and out.shape == shape and out.is_cpu else None
 
 
 def _multiply(

@@ -102,9 +102,7 @@ class _CrossEntropy(torch.autograd.Function):
             rounded = errors.to(hidden.dtype)
             del errors
             if of_weight is not None:
-                of_weight[start:stop] = (
-                    rounded.T @ hidden
-                )  # not out=: `outcore.model.matmuls` widens no such product
+                torch.mm(rounded.T, hidden, out=of_weight[start:stop])
             if own is not None:
                 own.add_(rounded @ weight[start:stop])
             del rounded
