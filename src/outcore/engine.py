@@ -35,7 +35,7 @@ from outcore.model.saved.seam import NothingSaved, Saved
 from outcore.model.saved.store import SavedTensors
 from outcore.model.sites import Site
 from outcore.model.slices.heads import slice_loss
-from outcore.model.unit import Binding
+from outcore.model.unit import Binding, Unit
 from outcore.model.units import discover
 from outcore.optim.due import Due
 from outcore.optim.gradients import Gradients
@@ -349,7 +349,7 @@ class Engine:
         with self.residency.changing():
             changing = frozenset(self.pipeline.begin(due))  # not what is due: some of it may be done already
             for unit in self.units:
-                unit.steps += not changing.isdisjoint(unit.stores)
+                unit.version += not changing.isdisjoint(unit.stores)
                 self.stage.stale(unit)
         if self.pool.floor < 2 * self._largest_update:
             self.pipeline.finish()  # beside the activations of a forward there would not be room for updates
@@ -376,8 +376,7 @@ class Engine:
         self.settle()
         self.clear()
         for unit in self.units:
-            unit.steps += 1
-            self.stage.replaced(unit)
+            self._replaced(unit)
 
     def change(self, function: weights_of.Change) -> None:
         """Let a function change all parameters, one after the other."""
@@ -386,9 +385,13 @@ class Engine:
         self.updates.preserver.finish()
         self.settle()
         for unit in self.units:
-            self.stage.replaced(unit)
-            unit.steps += 1
+            self._replaced(unit)
             weights_of.change(unit, function, self.pool, self.rule, self.ranks)
+
+    def _replaced(self, unit: Unit) -> None:
+        """Its values are about to be others."""
+        unit.version += 1
+        self.stage.replaced(unit)
 
     def settle(self) -> None:
         """Wait for updates and copies: afterwards all chunks are as the steps so far leave them."""

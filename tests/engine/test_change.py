@@ -121,6 +121,26 @@ def test_other_shapes_are_refused(found: Any, said: str) -> None:
         assert_idle(run.engine)  # type: ignore[arg-type]
 
 
+def test_what_a_function_did_before_it_raised_stays() -> None:
+    with spread(budget=outcore.Budget(host="64MiB")) as run:
+        run.train(1)
+        before = {name: value.clone() for name, value in outcore.weights(run.model)}
+        names = list(before)
+
+        def fails(name: str, value: torch.Tensor) -> None:
+            if name == names[2]:
+                raise ZeroDivisionError
+            value.zero_()
+
+        with pytest.raises(ZeroDivisionError):
+            outcore.change(run.model, fails)
+        for name, value in outcore.weights(run.model):
+            assert torch.equal(value, torch.zeros_like(value) if name in names[:2] else before[name]), name
+        run.train(2)
+        assert run.engine is not None
+        assert_idle(run.engine)
+
+
 def test_not_while_the_model_is_in_use() -> None:
     with spread(budget=outcore.Budget(host="64MiB")) as run:
         with (

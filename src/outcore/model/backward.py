@@ -20,7 +20,7 @@ class Call:
 
     Attributes:
         around: the call within which this one happened, if any.
-        steps: how many optimizer steps had changed each of its units when it happened.
+        versions: those of its units when it happened.
         first_node: the number of the first graph node that the call may have made.
         nodes: how many nodes of the call are watched for its end.
         reached: how many of them have run in the current backward pass.
@@ -29,13 +29,13 @@ class Call:
     units: tuple[Unit, ...]
     first_node: int
     around: Call | None
-    steps: tuple[int, ...] = field(init=False)
+    versions: tuple[int, ...] = field(init=False)
     nodes: int = field(default=0, init=False)
     reached: int = field(default=0, init=False)
     open: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.steps = tuple(unit.steps for unit in self.units)
+        self.versions = tuple(unit.version for unit in self.units)
 
 
 @dataclass(eq=False)
@@ -110,8 +110,8 @@ class BackwardPass:
         self.start()
         if call.open:
             return
-        for unit, steps in zip(call.units, call.steps, strict=True):
-            _refuse_changed(unit, steps)
+        for unit, version in zip(call.units, call.versions, strict=True):
+            _refuse_changed(unit, version)
         around = set(_enclosing(call))
         for other in [c for c in self._open if c.reached and c not in around]:
             self._leave(other)  # nodes it waits for are not part of this pass
@@ -121,19 +121,19 @@ class BackwardPass:
         call.open, call.reached = True, 0
         self._open[call] = None
 
-    def read(self, unit: Unit, steps: int) -> None:
+    def read(self, unit: Unit, version: int) -> None:
         """The node that runs is about to read parameters of a unit: see to it that they are there.
 
         What is opened here stays until another unit opens: nodes run in the reverse of the order in which they were
         made, so those of one call follow each other.
 
         Args:
-            steps: how many optimizer steps had changed them when the node was made.
+            version: of the unit when the node was made.
 
         Raises:
-            StateError: no backward runs, or its graph would be kept, or another step changed them since.
+            StateError: no backward runs, or its graph would be kept, or they were changed since.
         """
-        _refuse_changed(unit, steps)
+        _refuse_changed(unit, version)
         running = torch._C._current_graph_task_id() != -1
         if unit.opened and not (running and any(isinstance(call, Reading) for call in self._open)):
             return
@@ -162,7 +162,7 @@ class BackwardPass:
         if torch._C._current_graph_task_id() != -1:
             with torch.no_grad():
                 for unit in units:
-                    self.read(unit, unit.steps)
+                    self.read(unit, unit.version)
 
     def start(self) -> int:
         """A pass runs: see to it that its end is noticed. Returns a number that no other pass has."""
@@ -215,8 +215,8 @@ class BackwardPass:
             self._over()
 
 
-def _refuse_changed(unit: Unit, steps: int) -> None:
-    if unit.steps != steps:
+def _refuse_changed(unit: Unit, version: int) -> None:
+    if unit.version != version:
         raise StateError(
             f"{unit.name} was changed since this forward, by an optimizer step or outcore.change: backward would mix "
             "its old activations with new parameters; call backward() before, or the model again"

@@ -13,18 +13,18 @@ import torch
 
 
 @dataclass(frozen=True, eq=False)
-class Plain:
+class PythonDraws:
     """The state of the random numbers of Python and NumPy, which torch's checkpoint knows nothing of."""
 
     python: tuple[Any, ...]
     numpy: Any
 
     @classmethod
-    def now(cls) -> Plain:
+    def now(cls) -> PythonDraws:
         """The present state."""
         return cls(random.getstate(), np.random.get_state())
 
-    def equals(self, other: Plain) -> bool:
+    def equals(self, other: PythonDraws) -> bool:
         """Whether nothing was drawn between both."""
         ours, theirs = self.numpy, other.numpy
         same = ours[2:] == theirs[2:] and np.array_equal(ours[1], theirs[1])
@@ -38,7 +38,7 @@ class Plain:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Inside, what was drawn from here is drawn again; afterwards all goes on as if nothing had been."""
-        later = Plain.now()
+        later = PythonDraws.now()
         self.restore()
         try:
             yield
@@ -55,7 +55,7 @@ class Draws:
     """
 
     device: torch.device
-    plain: Plain
+    plain: PythonDraws
     host: torch.Tensor
     own: torch.Tensor | None
 
@@ -65,7 +65,7 @@ class Draws:
         nothing."""
         module = _generator_of(device)
         own = None if module is None else module.get_rng_state(device)
-        found = cls(device, Plain.now(), torch.get_rng_state(), own)
+        found = cls(device, PythonDraws.now(), torch.get_rng_state(), own)
         return like if like is not None and found._equals(like) else found
 
     def _equals(self, other: Draws) -> bool:

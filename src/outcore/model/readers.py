@@ -32,8 +32,8 @@ class Readers:
     """See [Note: Gradients by another way].
 
     Args:
-        read: told of a unit whose parameters the node that runs is about to read, and of the steps that had changed
-            it when the node was made.
+        read: told of a unit whose parameters the node that runs is about to read, and of its version when the node
+            was made.
         owners: know whose parameters a tensor shows.
         device: what computes.
     """
@@ -76,7 +76,7 @@ class Readers:
         unit = self._owners.of(tensor)
         if unit is None:
             return tensor.detach(), tensor._version
-        return tensor.detach(), tensor._version, unit, unit.steps
+        return tensor.detach(), tensor._version, unit, unit.version
 
     def _unpack(self, saved: tuple[Any, ...]) -> torch.Tensor:
         tensor: torch.Tensor = saved[0]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from outcore.model.buffers import CallBuffers, places_of
-from outcore.model.draws import Plain
+from outcore.model.draws import PythonDraws
 from outcore.model.trees import put_together, take_apart
 
 
@@ -43,7 +43,7 @@ class Recomputation:
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call gives; see [Note: Arguments]."""
-        buffers, drawn = self.buffers(), Plain.now()
+        buffers, drawn = self.buffers(), PythonDraws.now()
         skeleton, tensors = take_apart((args, kwargs))
         first = [(args, kwargs)]
 

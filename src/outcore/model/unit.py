@@ -56,7 +56,7 @@ class Unit:
 
     Attributes:
         opened: how many guards hold it open; its parameters point at real values while it is above 0.
-        steps: how many optimizer steps changed it.
+        version: grows whenever its values change: by a step, a load, `outcore.change`.
     """
 
     index: int
@@ -64,7 +64,7 @@ class Unit:
     stores: tuple[RunStore, ...]
     bindings: tuple[Binding, ...]
     opened: int = field(default=0, init=False)
-    steps: int = field(default=0, init=False)
+    version: int = field(default=0, init=False)
 
     @property
     def parameter_chunks(self) -> tuple[Chunk, ...]:

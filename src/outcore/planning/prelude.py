@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils._pytree import tree_leaves
 
 from outcore.errors import BudgetError
-from outcore.model.draws import Plain
+from outcore.model.draws import PythonDraws
 from outcore.model.policies import Activations
 from outcore.model.trees import tensors_of
 from outcore.optim.kernels import Rule
@@ -273,7 +273,7 @@ def _undisturbed() -> Iterator[None]:
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     ):
         raise ValueError("modes or hooks for saved tensors are at work")
-    drawn = Plain.now()
+    drawn = PythonDraws.now()
     with _disable_current_modes(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

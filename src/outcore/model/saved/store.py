@@ -83,13 +83,13 @@ class Kept(Watched):
 
     Attributes:
         unit: whose parameter it is or shows, if it is one.
-        steps: how many optimizer steps had changed that.
+        unit_version: of that, when the tensor was saved.
     """
 
     def __init__(self, tensor: torch.Tensor, unit: Unit | None = None) -> None:
         self.tensor = tensor.detach()
         self.unit = unit
-        self.steps = 0 if unit is None else unit.steps
+        self.unit_version = 0 if unit is None else unit.version
         super().__init__(self.tensor)
 
 
@@ -128,7 +128,7 @@ class SavedTensors:
         buffers: yields the model's buffers, which stay.
 
     Attributes:
-        read: told of a unit whose parameters a node of backward is about to read, and of the steps that had changed it.
+        read: told of a unit whose parameters a node of backward is about to read, and of its version then.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class SavedTensors:
         self._over: deque[tuple[Slot, Chunk]] = deque()
         self._unseen: deque[Guard] = deque()
         self._staying: set[int] = set()
-        self.read: Callable[[Unit, int], None] = lambda unit, steps: None
+        self.read: Callable[[Unit, int], None] = lambda unit, version: None
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class SavedTensors:
         held.check()
         if isinstance(held, Kept):
             if held.unit is not None:
-                self.read(held.unit, held.steps)
+                self.read(held.unit, held.unit_version)
             return held.tensor
         assert isinstance(held, Handle)
         self.sweep()
