@@ -121,6 +121,7 @@ def test_a_profile_is_measured_kept_and_used(tmp_path: Path, monkeypatch: pytest
     assert found.device is None
     assert found.disk_read > 1e6
     assert found.update > 1e6
+    assert 0 < found.use < 1
     assert list(disk.iterdir()) == []
     used = json.loads(outcore("plan", *TINY, "--json").stdout)
     assert used["machine"] == found.name

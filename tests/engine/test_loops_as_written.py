@@ -92,8 +92,6 @@ def training(run: Run) -> None:
 )
 @pytest.mark.parametrize("rows", [None, 4], ids=["whole", "one slice"])
 def test_recomputed_blocks(function: Any, call: Any, rows: int | None, tmp_path: Path) -> None:
-    if rows and function is debug and call(lambda *a, **k: not a, None):
-        pytest.skip("slices take the hidden states as they come")
     same(
         training,
         tmp_path,
