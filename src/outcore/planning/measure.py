@@ -21,6 +21,7 @@ from outcore.memory.disk import DiskTier
 from outcore.memory.host import reserve
 from outcore.memory.ledger import Ledger
 from outcore.optim.kernels import AdamRule, GradTransform, Master
+from outcore.planning.flow import Traffic
 from outcore.planning.machine import Machine
 from outcore.planning.passage import Passage
 from outcore.planning.this import sizes
@@ -65,16 +66,14 @@ def measure(
     update = updating()
     say("operators")
     overhead = launching(device)
-    taxed = slowed = 1.0
-    turn = use = 0.0
     say("computing beside an update")
     both = sum(together(product(device), update_of(COUNT)[0]))
-    read, write = 0.0, 0.0
+    traffic = Traffic(0.0, 0.0)
     if folder is not None:
         say(f"the disk at {os.fspath(folder)}")
         with Disk(folder) as probe:
             read, write = probe.rates()
-        read, write, turn, use, taxed, slowed = passing(folder, read, write, product(device))
+        traffic = passing(folder, read, write, product(device))
     on_device, host, room = sizes(device, folder)
     return Machine(
         name=f"{os.uname().nodename}, {device}",
@@ -87,15 +86,15 @@ def measure(
         host_bandwidth=host_bandwidth,
         link_in=link_in,
         link_out=link_out,
-        disk_read=read,
-        disk_write=write,
+        disk_read=traffic.read,
+        disk_write=traffic.write,
         update=update,
         overhead=overhead,
         both=min(2.0, max(1.0, both)),
-        taxed=min(1.0, taxed),
-        slowed=min(1.0, slowed),
-        turn=turn,
-        use=use,
+        taxed=min(1.0, traffic.taxed),
+        slowed=min(1.0, traffic.slowed),
+        turn=traffic.turn,
+        use=traffic.use,
         attention=min(4.0, share),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
@@ -237,9 +236,7 @@ def together(first: Callable[[], object], second: Callable[[], object]) -> tuple
     return beside[0] / alone[0], beside[1] / alone[1]
 
 
-def passing(
-    folder: str | os.PathLike[str], read: float, write: float, work: Callable[[], object]
-) -> tuple[float, float, float, float, float, float]:
+def passing(folder: str | os.PathLike[str], read: float, write: float, work: Callable[[], object]) -> Traffic:
     """What a disk does for a pool, see `outcore.planning.passage`.
 
     Args:
@@ -248,9 +245,8 @@ def passing(
         work: what is computed beside it.
 
     Returns:
-        ``read`` and ``write`` as they are where both take turns, seconds of a transfer beside those of its bytes,
-        seconds that a thread spends on a use of a small chunk, the share of its speed that ``work`` keeps beside
-        transfers, and the share that these keep.
+        With ``read`` and ``write`` as they are where both take turns, what ``work`` and transfers leave to each other,
+        and the ``use`` of a small chunk.
 
     Raises:
         TierError: the disk can't be used.
@@ -269,7 +265,7 @@ def passing(
     share = min(1.0, (1 / read + 1 / write) / 2 / each) if each else 1.0
     turn = max(0.0, seconds[small] - small * (1 / read + 1 / write) / 2 / share)
     taxed, slowed = (sum(shares) / len(kept) for shares in zip(*kept, strict=True))
-    return read * share, write * share, turn, uses[small], taxed, slowed
+    return Traffic(read * share, write * share, turn, taxed, slowed, uses[small])
 
 
 def _speed(work: Callable[[], object], seconds: float) -> float:
