@@ -32,6 +32,9 @@ Optimizer = Annotated[
         "exactly."
     ),
 ]
+SeqLen = Annotated[int, typer.Option(help="Tokens of a sequence.")]
+BatchSize = Annotated[int, typer.Option(help="Sequences of a batch.")]
+Accumulate = Annotated[int, typer.Option(help="Batches of an optimizer step.")]
 Seed = Annotated[int, typer.Option(help="Of the first weights and of all that is drawn.")]
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from outcore.cli import options
+from outcore.cli import plan_options as own
 from outcore.cli.failures import UNFIT, message, reported, say
 from outcore.errors import BudgetError, SizeError, UsageError
 
@@ -19,69 +20,25 @@ if TYPE_CHECKING:
 
 
 def plan(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="A preset of outcore train, llama-7b, llama-13b, llama-70b, gpt3-175b, or a Hugging Face directory "
-            "or config.json. No weights are needed."
-        ),
-    ] = "gpt2",
-    machine: Annotated[
-        str,
-        typer.Option(
-            help="rtx4080, rtx4090, a100-80g, h100, h200, gh200, a TOML file, or this (after outcore profile)."
-        ),
-    ] = "this",
+    model: own.Model = "gpt2",
+    machine: own.Machine = "this",
     device_memory: options.DeviceMemory = None,
     host_memory: options.HostMemory = None,
-    disk: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SIZE|DIR[:SIZE]",
-            help="Bytes of disk, such as 4TB, or a directory here; may be repeated. 0 for none.",
-        ),
-    ] = None,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 1024,
-    batch_size: Annotated[int, typer.Option(help="Sequences of a batch.")] = 8,
-    accumulate: Annotated[int, typer.Option(help="Batches of an optimizer step.")] = 1,
-    micro_batch: Annotated[
-        int | None,
-        typer.Option(help="Sequences of one forward and backward. By default what is fastest."),
-    ] = None,
+    disk: own.Disk = None,
+    seq_len: options.SeqLen = 1024,
+    batch_size: options.BatchSize = 8,
+    accumulate: options.Accumulate = 1,
+    micro_batch: own.MicroBatch = None,
     optimizer: options.Optimizer = "adamw",
     precision: options.Precision = "bf16",
-    activations: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WAY[,NAME=WAY]...",
-            help="recompute, keep, offload or recompute+offload, as outcore train takes it. By default what is faster.",
-        ),
-    ] = None,
-    microbatch: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Sequences of a slice of recomputed blocks and of the loss. By default what is fastest.",
-        ),
-    ] = None,
-    chunk_size: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="The most that moves as one piece. By default what is faster."),
-    ] = None,
-    nodes: Annotated[
-        int, typer.Option(metavar="N", help="Nodes: says what each way of sharding does on all of them.")
-    ] = 1,
-    gpus_per_node: Annotated[
-        int, typer.Option(metavar="M", help="Accelerators of each node, which share its host, CPU and disks.")
-    ] = 1,
-    in_network_reduction: Annotated[
-        bool, typer.Option("--in-network-reduction", help="Switches reduce and copy (as SHARP does).")
-    ] = False,
-    ranks: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Ranks over which ZeRO shards, for the memory table; 1 by default."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    activations: own.Activations = None,
+    microbatch: own.SliceRows = None,
+    chunk_size: own.ChunkSize = None,
+    nodes: own.Nodes = 1,
+    gpus_per_node: own.GpusPerNode = 1,
+    in_network_reduction: own.InNetworkReduction = False,
+    ranks: own.Ranks = None,
+    as_json: own.AsJson = False,
 ) -> None:
     """Say what a run will hold on each tier and how long a step will take, without running it."""
     with reported():
@@ -98,10 +55,7 @@ def plan(
                 "--in-network-reduction needs several accelerators: give --nodes or --gpus-per-node"
             )
         if many:
-            if ranks is not None:
-                raise UsageError(
-                    "--ranks is for the table of one machine: leave it out where --nodes and --gpus-per-node count them"
-                )
+            _refuse_counted(ranks)
             _refuse_searched(
                 {
                     "--micro-batch": micro_batch,
@@ -144,6 +98,17 @@ def plan(
                 typer.echo(json.dumps({"fits": False, **found, "remedy": error.remedy}, indent=1))
             say(message(error))
             raise typer.Exit(UNFIT) from None
+
+
+def _refuse_counted(ranks: int | None) -> None:
+    """
+    Raises:
+        UsageError: ranks are given where a cluster has them.
+    """
+    if ranks is not None:
+        raise UsageError(
+            "--ranks is for the table of one machine: leave it out where --nodes and --gpus-per-node count them"
+        )
 
 
 def _refuse_searched(given: Mapping[str, object]) -> None:

@@ -6,13 +6,12 @@ import inspect
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from outcore.cli import options
+from outcore.cli import train_options as own
 from outcore.cli.failures import reported
-from outcore.cli.settings import EVERY, KEEP, Settings, resume_command
+from outcore.cli.settings import Settings, resume_command
 from outcore.errors import UsageError
 from outcore.report.traced import TRACED, parse_steps
 
@@ -25,124 +24,34 @@ if TYPE_CHECKING:
 
 
 def train(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="A Hugging Face directory (config.json and safetensors), or a preset to train anew: gpt2, "
-            "gpt2-medium, gpt2-large, gpt2-xl, gpt2-1.3b (24 layers, 2048 wide, 16 heads) or gpt2-tiny. "
-            "Presets have dropout 0.0."
-        ),
-    ] = "gpt2",
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATH",
-            help="A text file or a folder of them; may be repeated. The word stdlib, the default, means the "
-            "source files of Python's standard library.",
-        ),
-    ] = None,
+    model: own.Model = "gpt2",
+    data: own.Data = None,
     device: options.Device = None,
     device_memory: options.DeviceMemory = None,
     host_memory: options.HostMemory = None,
     disk: options.Disk = None,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 256,
-    batch_size: Annotated[int, typer.Option(help="Sequences of a batch.")] = 4,
-    accumulate: Annotated[int, typer.Option(help="Batches of an optimizer step.")] = 1,
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 40,
+    seq_len: options.SeqLen = 256,
+    batch_size: options.BatchSize = 4,
+    accumulate: options.Accumulate = 1,
+    steps: own.Steps = 40,
     optimizer: options.Optimizer = "adamw",
-    lr: Annotated[
-        float | None,
-        typer.Option(
-            help="Learning rate, constant. By default one that suits the optimizer: for adamw 6e-4 on "
-            "gpt2, down to 2e-4 on gpt2-1.3b, and 5e-5 on a directory's weights."
-        ),
-    ] = None,
-    clip: Annotated[float, typer.Option(help="Largest norm of the gradient; 0 for no clipping.")] = 1.0,
+    lr: own.Lr = None,
+    clip: own.Clip = 1.0,
     precision: options.Precision = "bf16",
-    activations: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WAY[,NAME=WAY]...",
-            help="What blocks do with their activations until the backward pass: recompute, keep, offload (to the next "
-            "tier) or recompute+offload (the inputs of recomputed blocks go there); NAME=WAY for single blocks, such "
-            "as offload,h.0=keep. By default recompute, or what --plan auto finds.",
-        ),
-    ] = None,
-    plan: Annotated[
-        str,
-        typer.Option(
-            help="auto simulates the run first, with the profile of this machine (outcore profile), and takes the "
-            "fastest settings that fit of those that leave the result as it is; none doesn't."
-        ),
-    ] = "none",
-    microbatch: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Sequences of a slice: recomputed blocks, and the head with its loss, run each batch in slices, so "
-            "that what streams is fetched once for the whole batch. By default a batch is run as one.",
-        ),
-    ] = None,
+    activations: own.Activations = None,
+    plan: own.Plan = "none",
+    microbatch: own.SliceRows = None,
     seed: options.Seed = 0,
-    log_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="For metrics.jsonl, TensorBoard, trace.json and the tokenizer. By default that of --checkpoint, or "
-            "else runs/MODEL-DATE-TIME.",
-        ),
-    ] = None,
-    trace_steps: Annotated[
-        str,
-        typer.Option(
-            metavar="STEPS",
-            help="Steps to record in trace.json, for outcore report and Perfetto: numbers, ranges and the word "
-            "last; or none.",
-        ),
-    ] = TRACED,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Save the run there: every so many steps, at the end, and when stopped."
-        ),
-    ] = None,
-    every: Annotated[
-        int | None, typer.Option(metavar="N", help=f"Steps between two checkpoints; {EVERY} by default.")
-    ] = None,
-    keep: Annotated[
-        int | None, typer.Option(metavar="K", help=f"The newest checkpoints to keep; {KEEP} by default.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint, or begin if there is none.")
-    ] = False,
-    grace: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="After SIGINT or SIGTERM, the time to finish the step and save; 300 by default.",
-        ),
-    ] = None,
-    sharding: Annotated[
-        str,
-        typer.Option(
-            help="Under torchrun, what each rank keeps only its slice of: parameters (and gradients and the "
-            "optimizer's states), gradients (and states), optimizer (states), or none."
-        ),
-    ] = "parameters",
-    split: Annotated[
-        str,
-        typer.Option(
-            help="Under torchrun, how a batch is divided among ranks: even, or by speed, in proportion to what each "
-            "rank does in a second, as it is measured."
-        ),
-    ] = "even",
-    sums: Annotated[
-        str,
-        typer.Option(
-            help="Under torchrun, when gradients are summed over ranks: after each backward, or once a step, which "
-            "sends less with --accumulate and keeps them whole until then."
-        ),
-    ] = "backward",
+    log_dir: own.LogDir = None,
+    trace_steps: own.TraceSteps = TRACED,
+    checkpoint: own.Checkpoint = None,
+    every: own.Every = None,
+    keep: own.Keep = None,
+    resume: own.Resume = False,
+    grace: own.Grace = None,
+    sharding: own.Sharding = "parameters",
+    split: own.Split = "even",
+    sums: own.Sums = "backward",
 ) -> None:
     """Train a language model with its states spread over accelerator, DRAM and disk."""
     with reported():
