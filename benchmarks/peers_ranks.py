@@ -5,6 +5,7 @@ Each turn is a group of processes of its own, each with an equal part of the cor
 What is kept holds gathered parameters from forward to backward: outcore with ``Sharding("gradients")``, FSDP2 with
 ``reshard_after_forward=False``; DeepSpeed does so by default, with a model of this size. FSDP2 sends and sums gradients
 in fp32 (in bf16 without ``--quick``), outcore sends bf16 and sums in fp32.
+``compute`` is none of them: forward and backward of bf16 weights on each rank by itself, which nobody can be faster than.
 Those that are not installed are left out; DeepSpeed may live in an environment of its own, which must see the same
 torch.
 
@@ -34,6 +35,7 @@ from sides.report import machine, raw, spread, table, write_json, write_report
 from sides.turns import Place, Score, take_turns
 
 OURS = "outcore, host"
+BOUND = "compute"
 
 
 def contenders(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -53,20 +55,31 @@ def contenders(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     else:
         print("deepspeed: not found (--deepspeed-python names the interpreter that has it)")
     print("found:", "; ".join(names))
+    names.append(BOUND)
     return {name: {**common, "contender": name} for name in names}
 
 
 def ratios(scores: dict[str, Score]) -> dict[str, float]:
-    """Tokens per second of outcore over those of the others (above 1 is faster), and its memory over theirs."""
+    """Tokens per second of outcore over those of the others (above 1 is faster), and its memory over theirs.
+
+    Of what is only computed the same over each: how much faster than it anyone could be.
+    """
     found = {}
     done = {name.replace(",", "").replace(" ", "_"): score for name, score in scores.items() if score.turns}
     for own, ours in done.items():
         for other, score in done.items():
-            if own.startswith("outcore") and not other.startswith("outcore"):
+            if own.startswith("outcore") and not other.startswith("outcore") and other != BOUND:
                 pair = f"{own}_vs_{other}"
                 found[f"{pair}_tokens"] = score.median("seconds") / ours.median("seconds")
                 found[f"{pair}_processor"] = score.median("processor") / ours.median("processor")
                 found[f"{pair}_peak"] = ours.most("peak_steps") / score.most("peak_steps")
+    if BOUND in done:
+        least = done[BOUND].median("seconds")
+        found |= {
+            f"{BOUND}_vs_{name}_tokens": score.median("seconds") / least
+            for name, score in done.items()
+            if name != BOUND
+        }
     return found
 
 
@@ -95,6 +108,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="counted steps in a turn")
     parser.add_argument("--host-budget", default="4GiB", help="outcore's, of each rank")
+    parser.add_argument("--patience", type=float, help="seconds that a turn may take")
     parser.add_argument("--deepspeed-python", default=sys.executable)
     parser.add_argument("--prepare", action="store_true", help="let DeepSpeed compile, and measure nothing")
     parser.add_argument("--json", type=Path)
@@ -111,11 +125,11 @@ def main() -> None:
     threads = max(1, (os.cpu_count() or 1) // options.ranks)
     with tempfile.TemporaryDirectory() as disk:
         python = {"deepspeed": options.deepspeed_python}
-        patience = 3600.0 if options.prepare else 100.0 if options.quick else 600.0
+        patience = options.patience or (3600.0 if options.prepare else 100.0 if options.quick else 600.0)
         place = Place(Path(disk), threads, python=python, timeout=patience, ranks=options.ranks)
         asked = contenders(options)
         if options.prepare:
-            last = list(asked)[-1]
+            last = [name for name in asked if name != BOUND][-1]
             take_turns({last: {**asked[last], "model": "gpt2-tiny", "tokens": 16}}, place, 1)
             return
         scores = take_turns(asked, place, options.rounds)

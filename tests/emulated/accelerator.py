@@ -102,7 +102,8 @@ def configure(
     capacity: bytes of device memory; one more raises ``torch.OutOfMemoryError``.
     h2d_gbps, d2h_gbps: bandwidth of each direction in 1e9 bytes per second, shared by all streams; 0 is as
         fast as memory allows.
-    checker: follow every access; raise_races=False collects races without raising them.
+    checker: follow every access, and keep the host from device memory where the CPU can; raise_races=False
+        collects races without raising them.
     poison: fill fresh and freed device memory with 0xFF (NaN in every float type), and pinned memory that a
         copy is to fill, as soon as the copy is asked for.
     delay_seed, max_delay_ms: every copy between host and device, or only number delay_copy (from 0), is late

@@ -361,3 +361,19 @@ def test_the_host_cannot_touch_device_memory(emu):
         "ctypes.c_float.from_address(x.data_ptr()).value\n"
     )
     assert done.returncode == -11
+
+
+def test_without_the_checker_nothing_guards_device_memory(emu):
+    if not emu.is_protected():
+        pytest.skip("this CPU has no protection keys")
+    done = _run(
+        "import ctypes, torch\n"
+        "from emulated import accelerator\n"
+        "accelerator.configure(checker=False)\n"
+        "x = torch.ones(2, device='emu')\n"
+        "assert ctypes.c_float.from_address(x.data_ptr()).value == 1\n"
+        "accelerator.configure()\n"
+        "assert accelerator.is_protected()\n"
+        "ctypes.c_float.from_address(x.data_ptr()).value\n"
+    )
+    assert done.returncode == -11, done.stderr

@@ -26,6 +26,7 @@ struct Arena {
   size_t bytes = 0;
   size_t used = 0; // everything above is fresh
   int pkey = -1;
+  bool guarded = false;
   std::mutex mutex;
   std::map<char*, size_t> spare; // pieces given back, by address
 
@@ -47,6 +48,7 @@ struct Arena {
       pkey_free(pkey);
       pkey = -1;
     }
+    guarded = pkey >= 0;
 #endif
   }
 };
@@ -126,7 +128,22 @@ bool contains(const void* pointer) {
 }
 
 bool is_protected() {
-  return arena().pkey >= 0;
+  return arena().guarded;
+}
+
+void guard(bool on) {
+#if EMU_HAS_PKEYS
+  auto& a = arena();
+  std::lock_guard<std::mutex> held(a.mutex);
+  if (a.pkey < 0 || a.guarded == on) {
+    return;
+  }
+  constexpr int kNobodys = 0; // the key of all other memory
+  TORCH_CHECK(
+      pkey_mprotect(a.base, a.bytes, PROT_READ | PROT_WRITE, on ? a.pkey : kNobodys) == 0,
+      "emu: the protection of the device arena could not be changed");
+  a.guarded = on;
+#endif
 }
 
 #if EMU_HAS_PKEYS

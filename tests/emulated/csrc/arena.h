@@ -11,6 +11,7 @@ void give_back(char* data, size_t bytes); // its pages go back to the system
 
 bool contains(const void* pointer);
 bool is_protected(); // whether protection keys guard the arena
+void guard(bool on); // whether they shall, where the CPU has them; no kernel may run meanwhile
 size_t rounded(size_t bytes);
 
 // Opens the arena to this thread (and to the threads of its parallel regions) for its lifetime.

@@ -25,6 +25,7 @@ void configure(
     uint64_t delay_seed, double max_delay_ms, int64_t delay_copy, int64_t fail_allocation, bool fail_forever) {
   synchronize_all();
   exchange_current(0);
+  arena::guard(checker);
   auto guard = lock();
   config() = Config{capacity,   h2d_gbps,     d2h_gbps,   checker,         raise_races, poison,
                     delay_seed, max_delay_ms, delay_copy, fail_allocation, fail_forever};
