@@ -5,7 +5,8 @@ Each turn is a group of processes of its own, each with an equal part of the cor
 What is kept holds gathered parameters from forward to backward: outcore with ``Sharding("gradients")``, FSDP2 with
 ``reshard_after_forward=False``; DeepSpeed does so by default, with a model of this size. FSDP2 sends and sums gradients
 in fp32 (in bf16 without ``--quick``), outcore sends bf16 and sums in fp32.
-``compute`` is none of them: forward and backward of bf16 weights on each rank by itself, which nobody can be faster than.
+``compute`` is none of them: forward and backward of bf16 weights on each rank by itself, which nobody can be faster
+than.
 Those that are not installed are left out; DeepSpeed may live in an environment of its own, which must see the same
 torch.
 
