@@ -354,7 +354,7 @@ _truth: dict[str, dict[str, torch.Tensor]] = {}
 """The weights of each checkpoint, as its first true load found them."""
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_field_may_lie(data: st.DataObject, saved: Saved) -> None:
     """One field of a manifest is another, with a digest that fits: a result, or outcore's errors; nothing else."""

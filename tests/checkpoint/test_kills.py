@@ -1,4 +1,4 @@
-"""Fifty kills at random moments: nothing is lost, nothing is left, and the result is the same to the bit."""
+"""Kills at random moments: nothing is lost, nothing is left, and the result is the same to the bit."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_fifty_kills(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [10, pytest.param(50, marks=pytest.mark.slow)])
+def test_kills(kills: int, tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable,
             str(ROOT / "benchmarks" / "kill_loop.py"),
             "--kills",
-            "50",
+            str(kills),
             "--steps",
             "30",
             "--longest",
@@ -29,4 +32,4 @@ def test_fifty_kills(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "50 kills" in done.stdout
+    assert f"{kills} kills" in done.stdout

@@ -65,7 +65,7 @@ def descriptors() -> int:
 @pytest.mark.parametrize(
     ("kind", "forever", "absent"),
     [
-        ("EIO", False, False),
+        pytest.param("EIO", False, False, marks=pytest.mark.slow),
         pytest.param("EIO", True, True, marks=pytest.mark.slow),
         pytest.param("ENOSPC", False, True, marks=pytest.mark.slow),
         ("ENOSPC", True, False),
@@ -248,6 +248,8 @@ ENDS = {
     "killed": "os.kill(os.getpid(), 9)",
 }
 
+CHOSEN = [pytest.param(end, marks=pytest.mark.slow) if end in ("exit", "child") else end for end in ENDS]
+
 SCRIPT = """
 import os, sys
 from pathlib import Path
@@ -274,7 +276,7 @@ assert not Path(sys.argv[1]).exists()
 
 
 @pytest.mark.parametrize("prefetch", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", CHOSEN)
 def test_the_end_of_the_process(end: str, prefetch: bool, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(end=ENDS[end], prefetch=prefetch), str(tmp_path / "saved")],

@@ -63,8 +63,19 @@ def verify(target: Path) -> None:
         outcore.verify(target)
 
 
-@pytest.mark.parametrize("forever", [False, True])
-@pytest.mark.parametrize("kind", ["EIO", "ENOSPC", "short", "none"])
+@pytest.mark.parametrize(
+    ("kind", "forever"),
+    [
+        ("EIO", False),
+        pytest.param("EIO", True, marks=pytest.mark.slow),
+        pytest.param("ENOSPC", False, marks=pytest.mark.slow),
+        ("ENOSPC", True),
+        ("short", False),
+        pytest.param("short", True, marks=pytest.mark.slow),
+        pytest.param("none", False, marks=pytest.mark.slow),
+        ("none", True),
+    ],
+)
 def test_each_operation_of_a_save(
     kind: str,
     forever: bool,
@@ -115,8 +126,17 @@ def test_each_operation_of_a_save(
     assert same(state(model, optimizer), before)
 
 
-@pytest.mark.parametrize("forever", [False, True])
-@pytest.mark.parametrize("kind", ["EIO", "short", "none"])
+@pytest.mark.parametrize(
+    ("kind", "forever"),
+    [
+        pytest.param("EIO", False, marks=pytest.mark.slow),
+        ("EIO", True),
+        ("short", False),
+        pytest.param("short", True, marks=pytest.mark.slow),
+        pytest.param("none", False, marks=pytest.mark.slow),
+        ("none", True),
+    ],
+)
 def test_each_operation_of_a_load(
     kind: str,
     forever: bool,

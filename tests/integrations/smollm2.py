@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory, with weights in bf16 and the tokenizer."""
-    return convert(tmp_path_factory.mktemp("smollm2"))
+    """The directory, with weights in bf16 and the tokenizer; made once for all processes that run these tests."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "smollm2"
+    with FileLock(f"{shared}.lock"):
+        if not shared.exists():
+            into = Path(f"{shared}.part")
+            into.mkdir(exist_ok=True)
+            convert(into).rename(shared)
+    return shared
 
 
 def convert(into: Path) -> Path:

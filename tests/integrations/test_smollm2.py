@@ -24,9 +24,9 @@ PROMPT = "The capital of France is"
 
 @pytest.fixture(scope="module")
 def ids(smollm2: Path) -> torch.Tensor:
-    """The first 512 tokens of a module of the standard library."""
+    """The first 96 tokens of a module of the standard library."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
-    return tokenizer(Path(textwrap.__file__).read_text(), return_tensors="pt").input_ids[:, :512]
+    return tokenizer(Path(textwrap.__file__).read_text(), return_tensors="pt").input_ids[:, :96]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_the_loss_is_the_same_streamed(
 ) -> None:
     with torch.no_grad():
         expected = float(plain(input_ids=ids, labels=ids).loss)
-    assert expected == pytest.approx(2.49, abs=0.01)
+    assert expected == pytest.approx(2.40, abs=0.02)
     built = build(smollm2, training=False)
     budget = outcore.Budget(host=TIGHT, disk=tmp_path)
     outcore.offload(built.model, budget=budget, device="cpu", weights=built.weights)
