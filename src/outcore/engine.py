@@ -13,7 +13,7 @@ from torch import nn
 from outcore.chunks.pool import Pool
 from outcore.errors import ModelError
 from outcore.memory import ending
-from outcore.memory.budget import Limits
+from outcore.memory.budget import TierLimits
 from outcore.memory.disk import DiskTier
 from outcore.memory.heap import give_back, keep_little
 from outcore.memory.ledger import Ledger
@@ -44,9 +44,9 @@ from outcore.optim.optimizer import Optimizer
 from outcore.optim.pipeline import Pipeline
 from outcore.optim.scaling import LossScale
 from outcore.optim.updates import NoUpdates, Updates
-from outcore.planning import outcome
 from outcore.planning.effective import Effective
 from outcore.planning.minimum import check, needs
+from outcore.planning.outcome import Limits
 from outcore.planning.prelude import prelude
 from outcore.trace.clock import Clock
 from outcore.trace.profile import Profile
@@ -61,7 +61,7 @@ class Engine:
         model: nn.Module,
         optimizer: Optimizer | None,
         *,
-        limits: Limits,
+        limits: TierLimits,
         site: Site,
         settings: Effective,
     ) -> None:
@@ -131,7 +131,7 @@ class Engine:
         if self.saver is not None:
             self.saver.read = self.backward.read
         self.rowless = NothingCounted(self.backward.start)
-        budgets = outcome.Limits(limits.device, limits.host, disk_bytes)
+        budgets = Limits(limits.device, limits.host, disk_bytes)
         self.prelude = prelude(model, optimizer, self.ranks.size, settings, budgets, found.total)
         ending.enter(self)
 
