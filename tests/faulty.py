@@ -109,9 +109,6 @@ class FaultyFile:
         self._begin("extend", nbytes)
         self.inner.extend(nbytes)
 
-    def punch(self, offset: int, nbytes: int) -> None:
-        self.inner.punch(offset, nbytes)
-
     def close(self) -> None:
         self.closed = True
         self.inner.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -12,9 +11,9 @@ import torch
 from torch import nn
 
 from outcore.chunks.pool import Pool
-from outcore.errors import ModelError, StateError
+from outcore.errors import ModelError
 from outcore.memory import ending
-from outcore.memory.budget import Limits
+from outcore.memory.budget import TierLimits
 from outcore.memory.disk import DiskTier
 from outcore.memory.heap import give_back, keep_little
 from outcore.memory.ledger import Ledger
@@ -25,6 +24,7 @@ from outcore.model.assembly import Assembly
 from outcore.model.backward import BackwardPass
 from outcore.model.hooks import PointHooks
 from outcore.model.laps import Laps
+from outcore.model.misuse import Misuse
 from outcore.model.owners import Owners
 from outcore.model.placement import move_buffers, replace_data
 from outcore.model.policies import Activations, offloads
@@ -35,7 +35,7 @@ from outcore.model.saved.seam import NothingSaved, Saved
 from outcore.model.saved.store import SavedTensors
 from outcore.model.sites import Site
 from outcore.model.slices.heads import slice_loss
-from outcore.model.unit import Binding, Unit
+from outcore.model.unit import Unit
 from outcore.model.units import discover
 from outcore.optim.due import Due
 from outcore.optim.gradients import Gradients
@@ -44,9 +44,9 @@ from outcore.optim.optimizer import Optimizer
 from outcore.optim.pipeline import Pipeline
 from outcore.optim.scaling import LossScale
 from outcore.optim.updates import NoUpdates, Updates
-from outcore.planning import outcome
 from outcore.planning.effective import Effective
 from outcore.planning.minimum import check, needs
+from outcore.planning.outcome import Limits
 from outcore.planning.prelude import prelude
 from outcore.trace.clock import Clock
 from outcore.trace.profile import Profile
@@ -61,7 +61,7 @@ class Engine:
         model: nn.Module,
         optimizer: Optimizer | None,
         *,
-        limits: Limits,
+        limits: TierLimits,
         site: Site,
         settings: Effective,
     ) -> None:
@@ -83,6 +83,7 @@ class Engine:
         found = needs(self.units, self.points, sliced, site.extra(self.units))
         disk_bytes = sum(disk.nbytes for disk in limits.disk)
         check(found, limits.host, disk_bytes, limits.device)
+        self.misuse = Misuse(self.units, optimizer)
         if limits.disk:
             self.ledger.budget["disk"] = disk_bytes
         self.disk = DiskTier.open(limits.disk, ledger=self.ledger) if limits.disk else None
@@ -106,7 +107,7 @@ class Engine:
             self.units, self.pool, self.gradients, self.clock, self.ledger, self.updates
         )
         roomy = 2 * found.total <= limits.host
-        self.gauge = site.gauge(self.stage, self.pool, self.ledger, roomy, self._outside)
+        self.gauge = site.gauge(self.stage, self.pool, self.ledger, roomy, self.misuse.refuse_resting)
         self.owners = Owners()
         self.saver: SavedTensors | None = None
         if any(map(offloads, self.ways.values())):
@@ -130,9 +131,7 @@ class Engine:
         if self.saver is not None:
             self.saver.read = self.backward.read
         self.rowless = NothingCounted(self.backward.start)
-        self._resting: dict[int, str] = {}
-        self._dropped = False
-        budgets = outcome.Limits(limits.device, limits.host, disk_bytes)
+        budgets = Limits(limits.device, limits.host, disk_bytes)
         self.prelude = prelude(model, optimizer, self.ranks.size, settings, budgets, found.total)
         ending.enter(self)
 
@@ -145,7 +144,7 @@ class Engine:
             weights_of.fill(unit, plan, source, self.pool, self.rule, self._spare)
             for binding in unit.bindings:
                 binding.resting = self.stage.resting(binding)
-                self._resting[binding.resting.untyped_storage()._cdata] = binding.name
+                self.misuse.rests(binding)
                 replace_data(binding.parameter, binding.resting)
                 resident += binding.resting.element_size()
         self.ranks.agree("the end of the first values")  # each wrote what it keeps
@@ -189,12 +188,8 @@ class Engine:
         for parameter, place in self._places.items():
             if parameter.requires_grad:
                 self._undo.append(self._watch(parameter, place).remove)
-        for part in model.modules():
-            self._undo.append(part.register_state_dict_pre_hook(self._refuse_state_dict).remove)
-            self._undo.append(part.register_load_state_dict_pre_hook(self._refuse_loading).remove)
+        self._undo += self.misuse.hang(model)
         if self.optimizer is not None:
-            self._frozen = [b for u in self.units for b in u.bindings if not b.parameter.requires_grad]
-            self._undo.append(model.register_forward_pre_hook(self._refuse_thawed).remove)
             vars(model)["zero_grad"] = self._zero_grad
             self._undo.append(lambda: vars(model).pop("zero_grad", None))
             scale = LossScale() if self.precision.compute == "fp16" else None
@@ -240,95 +235,33 @@ class Engine:
 
     @allocating("a gradient")
     def _accumulated(self, number: int, place: int, gradient: torch.Tensor) -> None:
-        self._refuse_unscaled()
+        self.misuse.refuse_unscaled()
         self.saved.sweep()  # what the node before this one saw is room for the gradient
         unit = self.units[number]
         binding = unit.bindings[place]
         if binding.store.run.trained:
             with self.ranks.telling("the gradients of a pass"):
-                self._refuse_clipped(binding)
+                self.misuse.refuse_clipped(binding)
                 self.updates.finish()  # no chunk holds gradients of two steps
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
                 self.stage.collect(unit, binding, self.rowless.clean(gradient.detach()))
-        elif not self._dropped:
-            self._dropped = True
-            warnings.warn(
-                f"{binding.name} has a gradient that nobody takes: its optimizer was not given to offload(), which "
-                "drops the gradients of all such parameters. If they are not to be trained, set requires_grad=False",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        else:
+            self.misuse.warn_dropped(binding)
         self.backward.accumulated(unit, binding.slot.index)
 
     def _summed(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """A parameter's gradient, summed over the slices of a backward pass."""
         self._accumulated(*self._places[parameter], gradient)
 
-    # -- callbacks --------------------------------------------------------------------------------
-
-    def _outside(self, storage: int) -> None:
-        name = self._resting.get(storage)
-        if name is not None:
-            raise ModelError(
-                f"the parameter {name} was used outside of the module that owns it: name a module that covers "
-                "its use as a unit, offload(..., units=[...])"
-            )
-
-    def _refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if any(unit.opened == 0 for unit in self.units):
-            raise StateError(
-                "an offloaded model's state_dict() would hold no values: use outcore.gather(model) around it, "
-                "or outcore.weights(model), which yields one parameter at a time"
-            )
-
-    def _refuse_unscaled(self) -> None:
-        optimizer = self.optimizer
-        if optimizer is not None and optimizer.loss_scale is not None and not optimizer.scaling:
-            raise StateError(
-                "loss.backward() doesn't scale the loss, and the gradients of fp16 are taken for scaled ones: call "
-                "optimizer.backward(loss) in its place"
-            )
-
-    def _refuse_clipped(self, binding: Binding) -> None:
-        if self.optimizer is not None and self.optimizer.clipped:
-            raise StateError(
-                f"the gradients of this step were clipped, and {binding.name} has another one: clip once a step, after "
-                "its last backward"
-            )
-
-    def _refuse_set(self) -> None:
-        for unit in self.units:
-            for binding in unit.bindings:
-                if binding.parameter.grad is not None:
-                    raise StateError(
-                        f"{binding.name}.grad was set by hand, or the parameter was frozen when the model was "
-                        "offloaded: this step would not use it, for gradients are taken as backward() gives them; "
-                        "set it to None"
-                    )
-
-    def _refuse_loading(self, module: nn.Module, *args: Any) -> None:
-        raise StateError(
-            "load_state_dict() can't reach an offloaded model's parameters: load them before offload(), or give "
-            "offload(..., weights=directory)"
-        )
-
     def _zero_grad(self, set_to_none: bool = True) -> None:
         assert self.optimizer is not None
         self.optimizer.zero_grad()
-
-    def _refuse_thawed(self, module: nn.Module, args: Any) -> None:
-        for binding in self._frozen:
-            if binding.parameter.requires_grad:
-                raise StateError(
-                    f"{binding.name} was frozen when the model was offloaded and has no place for a gradient: "
-                    "set requires_grad before offload()"
-                )
 
     # -- the optimizer's backend ------------------------------------------------------------------
 
     def sum_of_squares(self, transform: GradTransform) -> float:
         with self.ranks.telling("the norm of the gradients"):
-            self._refuse_set()
+            self.misuse.refuse_set()
             self.updates.preserver.report()  # before the step changes anything
             self.stage.settle_gradients()
             return self.gradients.sum_of_squares(transform)
@@ -380,8 +313,7 @@ class Engine:
 
     def change(self, function: weights_of.Change) -> None:
         """Let a function change all parameters, one after the other."""
-        if self.backward.running or any(unit.opened for unit in self.units):
-            raise StateError("parameters can't be changed within a forward, a backward or outcore.gather")
+        self.misuse.refuse_changing(self.backward.running)
         self.updates.preserver.finish()
         self.settle()
         for unit in self.units:

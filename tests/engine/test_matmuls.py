@@ -90,6 +90,68 @@ def test_products_into_a_tensor_that_is_there(dtype: torch.dtype, monkeypatch: p
         torch.mm(a, b, out=torch.empty(33, 7, dtype=torch.int32))
 
 
+@pytest.mark.parametrize(
+    "scales", [{}, {"beta": 0.5, "alpha": 2}, {"beta": 0}], ids=["plain", "scaled", "new"]
+)
+@pytest.mark.parametrize("turned", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("batches", [0, 3], ids=["one", "several"])
+def test_products_added_in_place(
+    dtype: torch.dtype, batches: int, turned: bool, scales: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of the form that makes a new tensor, in blocks of which each is read before it is written."""
+    many = (batches,) if batches else ()
+    a, b = drawn(*many, 33, 40, dtype=dtype), drawn(*many, 40, 20, dtype=dtype, seed=1)
+    own = drawn(*many, *((20, 33) if turned else (33, 20)), dtype=dtype, seed=2)
+    own = own.mT if turned else own
+    if scales.get("beta") == 0:
+        own.fill_(torch.nan)
+    expected = torch.baddbmm(own, a, b, **scales) if batches else torch.addmm(own, a, b, **scales)
+    widened: list[torch.Tensor] = []
+    multiply = matmuls._multiply
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        widened.append(args[2])
+        return multiply(*args, **kwargs)
+
+    monkeypatch.setattr(matmuls, "_multiply", counted)
+    found = own.baddbmm_(a, b, **scales) if batches else own.addmm_(a, b, **scales)
+    assert found is own
+    assert torch.equal(own, expected)
+    assert len(widened) == 1
+
+
+def test_a_product_added_to_an_operand_of_its_own(dtype: torch.dtype) -> None:
+    own, other = drawn(33, 33, dtype=dtype), drawn(33, 33, dtype=dtype, seed=1)
+    expected = torch.addmm(own, own, other), torch.addmm(own, other, own)
+    assert torch.equal(own.clone().addmm_(own, other), expected[0])
+    first, second = own.clone(), own.clone()
+    assert torch.equal(first.addmm_(first, other), expected[0])
+    assert torch.equal(second.addmm_(other, second), expected[1])
+
+
+def test_what_can_not_be_added_in_place_is_refused_by_torch(dtype: torch.dtype) -> None:
+    a, b = drawn(4, 5, dtype=dtype), drawn(5, 6, dtype=dtype, seed=1)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        drawn(1, 6, dtype=dtype).expand(4, 6).addmm_(a, b)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        torch.mm(a, b, out=drawn(1, 6, dtype=dtype).expand(4, 6))
+    with pytest.raises(RuntimeError):
+        drawn(6, dtype=dtype).addmm_(a, b)
+
+
+def test_a_product_added_in_place_has_gradients(dtype: torch.dtype) -> None:
+    def gradients(inplace: bool) -> list[torch.Tensor]:
+        start, a, b = (drawn(20, 20, dtype=dtype, seed=seed).requires_grad_() for seed in range(3))
+        own = start * 1
+        made = own.addmm_(a, b) if inplace else torch.addmm(own, a, b)
+        made.backward(drawn(20, 20, dtype=dtype, seed=3))
+        return [tensor.grad for tensor in (start, a, b) if tensor.grad is not None]
+
+    pairs = list(zip(gradients(True), gradients(False), strict=True))
+    assert len(pairs) == 3
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
 class Products(TorchDispatchMode):
     """Notes the operators that multiply matrices, as they reach the processor."""
 

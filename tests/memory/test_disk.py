@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waited import read_now, write_now
 
 from outcore.errors import DiskFullError, StateError, UsageError
 from outcore.memory.blockfile import BLOCK, DirectFile, MemoryFile
@@ -51,7 +52,7 @@ def test_bytes_come_back_where_they_were(tier: DiskTier) -> None:
     for reading in [tier.read(e, r.buffer) for e, r in zip(extents, regions, strict=True)]:
         reading.result()
     assert all(torch.equal(r.tensor, copy) for r, copy in zip(regions, copies, strict=True))
-    assert tier.pending == 0
+    assert not tier.stalled()
 
 
 def test_past_the_page_cache_or_not(tmp_path: Path) -> None:
@@ -61,10 +62,10 @@ def test_past_the_page_cache_or_not(tmp_path: Path) -> None:
     with DiskTier([file], ledger=Ledger(), budget=64 * MiB) as tier:
         region = random_region(8 * MiB)
         extent = tier.allocate(region.nbytes)
-        tier.write_now(extent, region.buffer)
+        write_now(tier, extent, region.buffer)
         # Unaligned memory would be refused by the system were it not copied.
         back = memoryview(bytearray(8 * MiB + 1))[1:]
-        tier.read_now(extent, back)
+        read_now(tier, extent, back)
         assert back == region.buffer
 
 
@@ -74,19 +75,19 @@ def test_any_length_at_any_address(nbytes: int, out_at: int, back_at: int, page:
     with DiskTier([gettempdir()], ledger=Ledger(), budget=MiB, threads=2, request_bytes=2 * BLOCK) as tier:
         before, extent, behind = tier.allocate(1), tier.allocate(nbytes), tier.allocate(1)
         for neighbour in (before, behind):
-            tier.write_now(neighbour, memoryview(b"n"))
+            write_now(tier, neighbour, memoryview(b"n"))
         data = os.urandom(nbytes)
         out = (reserve(nbytes).buffer if page else memoryview(bytearray(nbytes + out_at))[out_at:])[:nbytes]
         back = (reserve(nbytes).buffer if page else memoryview(bytearray(nbytes + back_at))[back_at:])[
             :nbytes
         ]
         out[:] = data
-        tier.write_now(extent, out.toreadonly())
-        tier.read_now(extent, back)
+        write_now(tier, extent, out.toreadonly())
+        read_now(tier, extent, back)
         assert back == data
         for neighbour in (before, behind):
             letter = bytearray(1)
-            tier.read_now(neighbour, memoryview(letter))
+            read_now(tier, neighbour, memoryview(letter))
             assert letter == b"n"
 
 
@@ -94,8 +95,8 @@ def test_typed_views_are_taken_as_bytes(tier: DiskTier) -> None:
     values = torch.arange(1000, dtype=torch.float32)
     back = torch.zeros(10, 100)
     extent = tier.allocate(4000)
-    tier.write_now(extent, memoryview(values.numpy()))
-    tier.read_now(extent, memoryview(back.numpy()))
+    write_now(tier, extent, memoryview(values.numpy()))
+    read_now(tier, extent, memoryview(back.numpy()))
     assert torch.equal(back.flatten(), values)
 
 
@@ -110,7 +111,7 @@ def test_freed_space_is_used_again(tier: DiskTier) -> None:
 
 def test_a_freed_extent_brings_no_old_bytes_along(tier: DiskTier) -> None:
     extent = tier.allocate(BLOCK)
-    tier.write_now(extent, memoryview(bytes(BLOCK)))
+    write_now(tier, extent, memoryview(bytes(BLOCK)))
     tier.free(extent)
     again = tier.allocate(BLOCK)
     assert again.offset == extent.offset
@@ -120,7 +121,7 @@ def test_a_freed_extent_brings_no_old_bytes_along(tier: DiskTier) -> None:
 
 def test_calls_without_meaning(tier: DiskTier) -> None:
     extent = tier.allocate(BLOCK)
-    tier.write_now(extent, memoryview(bytes(BLOCK)))
+    write_now(tier, extent, memoryview(bytes(BLOCK)))
     for wrong in (bytes(BLOCK - 1), bytes(BLOCK + 1)):
         with pytest.raises(UsageError):
             tier.write(extent, memoryview(wrong))
@@ -136,7 +137,7 @@ def test_calls_without_meaning(tier: DiskTier) -> None:
         tier.free(extent)
     with pytest.raises(StateError, match="freed"):
         tier.write(extent, memoryview(bytes(BLOCK)))
-    assert tier.pending == 0
+    assert not tier.stalled()
 
 
 @pytest.mark.parametrize(
@@ -166,9 +167,9 @@ def test_the_ledger_knows_every_byte() -> None:
     with DiskTier([MemoryFile()], ledger=ledger, budget=MiB) as tier:
         a, b = tier.allocate(5000), tier.allocate(BLOCK)
         assert ledger.held("disk") == 3 * BLOCK
-        tier.write_now(a, memoryview(bytes(5000)))
-        tier.read_now(a, memoryview(bytearray(5000)))
-        tier.read_now(a, memoryview(bytearray(5000)))
+        write_now(tier, a, memoryview(bytes(5000)))
+        read_now(tier, a, memoryview(bytearray(5000)))
+        read_now(tier, a, memoryview(bytearray(5000)))
         tier.free(b)
         assert ledger.held("disk") == 2 * BLOCK
     assert ledger.held("disk") == 0
@@ -180,19 +181,6 @@ def test_the_ledger_knows_every_byte() -> None:
 def test_opening_the_limits_of_a_budget(tmp_path: Path) -> None:
     with DiskTier.open([DiskLimit(str(tmp_path), MiB)] * 2, ledger=Ledger()) as tier:
         assert tier.budget == 2 * MiB
-
-
-def test_trimmed_space_can_be_used_again(tier: DiskTier) -> None:
-    keep, gone = tier.allocate(BLOCK), tier.allocate(8 * BLOCK)
-    data = os.urandom(BLOCK)
-    tier.write_now(keep, memoryview(data))
-    tier.free(gone)
-    tier.trim()
-    back = bytearray(BLOCK)
-    tier.read_now(keep, memoryview(back))
-    assert back == data
-    again = tier.allocate(8 * BLOCK)
-    tier.write_now(again, memoryview(bytes(8 * BLOCK)))
 
 
 # -- several files --------------------------------------------------------------------------------
@@ -226,7 +214,7 @@ def test_speed_is_measured() -> None:
         region, extent = reserve(16 * MiB), tier.allocate(16 * MiB)
         assert tier._lanes[0].rate == 0
         for _ in range(5):
-            tier.write_now(extent, region.buffer)
+            write_now(tier, extent, region.buffer)
         assert tier._lanes[0].rate > 1e6
 
 
@@ -251,7 +239,7 @@ def test_the_speed_of_a_file_that_never_rests_is_known(monkeypatch: pytest.Monke
     monkeypatch.setattr("outcore.memory.lane.time", SimpleNamespace(perf_counter=lambda: file.now))
     with DiskTier([file], ledger=Ledger(), budget=256 * MiB, threads=1, request_bytes=4 * MiB) as tier:
         region = reserve(16 * MiB)
-        tier.write_now(tier.allocate(16 * MiB), region.buffer)  # then it rests, this once
+        write_now(tier, tier.allocate(16 * MiB), region.buffer)  # then it rests, this once
         futures = [tier.write(tier.allocate(16 * MiB), region.buffer) for _ in range(6)]
         try:
             assert file.reached.wait(60)
@@ -276,7 +264,7 @@ def test_a_closed_tier_holds_nothing_of_any_kind() -> None:
 
 
 def test_extents_say_where_they_are() -> None:
-    assert repr(Extent(5000, 4096, 1)) == "Extent(nbytes=5000, offset=4096, lane=1, generation=0)"
+    assert repr(Extent(5000, 4096, 1)) == "Extent(nbytes=5000, offset=4096, lane=1)"
 
 
 SHARES = """
@@ -294,12 +282,12 @@ for turn in range(3):
     for k, extent in enumerate(extents):
         place = reserve(1 << 20)
         place.tensor.fill_(value + turn + k)
-        tier.write_now(extent, place.buffer)
+        tier.write(extent, place.buffer).result()
     print("written", flush=True)
     assert sys.stdin.readline()
     for k, extent in enumerate(extents):
         place = reserve(1 << 20)
-        tier.read_now(extent, place.buffer)
+        tier.read(extent, place.buffer).result()
         assert place.tensor.eq(value + turn + k).all()
     print("read", flush=True)
 tier.close()

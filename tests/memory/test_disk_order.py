@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
+from waited import write_now
 
 from faulty import Fault, FaultyFile
 from outcore.errors import DiskWriteError, StateError
@@ -38,7 +39,7 @@ def open_tier(file: FaultyFile, threads: int = 1, queue_bytes: int = 64 * MiB) -
 def written(tier: DiskTier, count: int) -> list[Extent]:
     extents = [tier.allocate(BLOCK) for _ in range(count)]
     for k, extent in enumerate(extents):
-        tier.write_now(extent, fill(k))
+        write_now(tier, extent, fill(k))
     return extents
 
 
@@ -89,10 +90,10 @@ def test_a_future_is_not_done_before_its_last_piece(file: FaultyFile) -> None:
         file.wait_for(1)
         assert not writing.done()
         assert not writing.cancel()
-        assert tier.pending == 1
+        assert tier.stalled()
         file.resume()
         writing.result(30)
-        assert tier.pending == 0
+        assert not tier.stalled()
 
 
 def test_conflicting_transfers_of_one_extent_are_refused(file: FaultyFile) -> None:
@@ -117,8 +118,8 @@ def test_conflicting_transfers_of_one_extent_are_refused(file: FaultyFile) -> No
         file.resume()
         for reading in reads:
             reading.result(30)
-        tier.write_now(extent, fill(8))
-        assert tier.pending == 0
+        write_now(tier, extent, fill(8))
+        assert not tier.stalled()
 
 
 # -- backpressure ---------------------------------------------------------------------------------
@@ -235,4 +236,4 @@ def test_a_callback_cant_close(file: FaultyFile) -> None:
         tier.write(tier.allocate(BLOCK), fill(1)).add_done_callback(close)
         assert over.wait(30)
         assert len(caught) == 1
-        tier.write_now(tier.allocate(BLOCK), fill(1))
+        write_now(tier, tier.allocate(BLOCK), fill(1))

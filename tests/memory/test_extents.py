@@ -30,10 +30,10 @@ def test_ranges_never_overlap_and_holes_join_again(steps: list[tuple[bool, int, 
             start = sorted(live)[pick % len(live)]
             space.give(start, live.pop(start))
         assert space.used == sum(live.values())
-        assert sum(size for _, size in space.holes()) + space.used == CAPACITY
+        assert sum(space._sizes) + space.used == CAPACITY
     for start, size in live.items():
         space.give(start, size)
-    assert space.holes() == [(0, CAPACITY)]
+    assert space.largest == CAPACITY
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=12), st.randoms(use_true_random=False))

@@ -18,6 +18,7 @@ from outcore.errors import (
     PeerError,
     StateError,
 )
+from outcore.memory.ledger import WIRE, Ledger
 from outcore.parallel.ranks import World
 from parallel.loops import stack
 from parallel.together import Place, Team, run, values
@@ -67,6 +68,23 @@ def at_work(place: Place) -> list[str]:
 def test_who_is_at_work_is_waited_for(three: Team, tmp_path: Path) -> None:
     for found in values(three.run(at_work, tmp_path)):
         assert found == [[0, 1, 2]] * 3
+
+
+def waited(place: Place) -> float:
+    """The first rank works, and gives a sign that the second one, who comes later, hears when it is there."""
+    world = World(outcore.Sharding(timeout=TIMEOUT))
+    ledger = Ledger()
+    world.report_to(ledger)
+    time.sleep(2 * place.rank)
+    work(world, "the work", 4 * (1 - place.rank))
+    world.leave()
+    return ledger.snapshot().waited[WIRE]
+
+
+def test_only_what_the_training_waits_for_counts(tmp_path: Path) -> None:
+    first, second = values(run(waited, 2, tmp_path))
+    assert first < 0.5
+    assert second > 1.5
 
 
 def killed_meanwhile(place: Place) -> float:

@@ -46,7 +46,6 @@ def coming(schedule: Schedule) -> list[str]:
 def test_nothing_is_foreseen_in_the_first_lap(chunks: list[Chunk]) -> None:
     schedule = Schedule()
     play(schedule, "f", [0, 1, 2], chunks)
-    assert not schedule.known
     assert schedule.next_use(chunks[0]) == NEVER
     assert coming(schedule) == []
 

@@ -45,6 +45,7 @@ Activations = Annotated[
 SliceRows = Annotated[
     int | None,
     typer.Option(
+        "--microbatch",
         metavar="N",
         help="Sequences of a slice of recomputed blocks and of the loss. By default what is fastest.",
     ),

@@ -32,7 +32,7 @@ def plan(
     optimizer: options.Optimizer = "adamw",
     precision: options.Precision = "bf16",
     activations: own.Activations = None,
-    microbatch: own.SliceRows = None,
+    slice_rows: own.SliceRows = None,
     chunk_size: own.ChunkSize = None,
     nodes: own.Nodes = 1,
     gpus_per_node: own.GpusPerNode = 1,
@@ -47,8 +47,8 @@ def plan(
         options.at_least(1, nodes=nodes, gpus_per_node=gpus_per_node)
         if micro_batch is not None:
             options.at_least(1, micro_batch=micro_batch)
-        if microbatch is not None:
-            options.at_least(1, microbatch=microbatch)
+        if slice_rows is not None:
+            options.at_least(1, microbatch=slice_rows)
         many = nodes * gpus_per_node > 1
         if in_network_reduction and not many:
             raise UsageError(
@@ -60,7 +60,7 @@ def plan(
                 {
                     "--micro-batch": micro_batch,
                     "--activations": activations,
-                    "--microbatch": microbatch,
+                    "--microbatch": slice_rows,
                     "--chunk-size": chunk_size,
                 }
             )
@@ -86,8 +86,8 @@ def plan(
                 micro_batch=micro_batch,
                 optimizer=optimizer,
                 precision=precision,
-                activations=activations or (None if microbatch is None else "recompute"),
-                microbatch=microbatch,
+                activations=activations or (None if slice_rows is None else "recompute"),
+                slice_rows=slice_rows,
                 chunk_size=chunk_size,
                 ranks=1 if ranks is None else ranks,
                 as_json=as_json,
@@ -137,7 +137,7 @@ def _run(
     optimizer: str,
     precision: str,
     activations: str | None,
-    microbatch: int | None,
+    slice_rows: int | None,
     chunk_size: str | None,
     ranks: int,
     as_json: bool,
@@ -150,7 +150,7 @@ def _run(
 
     found = recipe(optimizer)
     wanted = outcore.Precision(precision)  # type: ignore[arg-type]
-    kept = None if activations is None else read_activations(activations, microbatch)
+    kept = None if activations is None else read_activations(activations, slice_rows)
     built, batch = _shaped(name, batch_size, seq_len)
     made = outcore.plan(
         built.model,

@@ -2,10 +2,10 @@
 
 [Note: Thread contract]
 `BlockFile.pread` and `BlockFile.pwrite` may be called by any number of threads at once, on ranges that do
-not overlap. `BlockFile.extend` and `BlockFile.punch` may run beside transfers, but not beside each
-other. `BlockFile.close` comes last, once, when nothing else runs. Each call does one attempt: it returns how
-many bytes it moved, which may be fewer than asked, or raises the `OSError` of the system. What a short
-transfer or an error means is decided above (`outcore.memory.disk`).
+not overlap. `BlockFile.extend` may run beside transfers, but not beside itself. `BlockFile.close` comes last,
+once, when nothing else runs. Each call does one attempt: it returns how many bytes it moved, which may be fewer
+than asked, or raises the `OSError` of the system. What a short transfer or an error means is decided above
+(`outcore.memory.disk`).
 
 The tier above only asks for whole blocks (`BLOCK`) at block offsets with block-aligned memory, which is
 what ``O_DIRECT`` demands.
@@ -14,7 +14,6 @@ what ``O_DIRECT`` demands.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
@@ -29,7 +28,6 @@ BLOCK = 4096
 
 _ANONYMOUS_REFUSED = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
 _ALLOCATE_REFUSED = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
 
 class BlockFile(Protocol):
@@ -47,9 +45,6 @@ class BlockFile(Protocol):
 
     def extend(self, nbytes: int) -> None:
         """Make the file at least ``nbytes`` long, with space behind it, so that a full disk shows now."""
-
-    def punch(self, offset: int, nbytes: int) -> None:
-        """Give the space of a range back to the file system where it can; its contents are lost."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -99,10 +94,6 @@ class DirectFile:
             os.ftruncate(self._fd, nbytes)
         self._length = nbytes
 
-    def punch(self, offset: int, nbytes: int) -> None:
-        if _fallocate is not None:
-            _fallocate(self._fd, _KEEP_SIZE | _PUNCH_HOLE, offset, nbytes)
-
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -151,22 +142,6 @@ def _go_direct(fd: int) -> bool:
     return True
 
 
-class _Fallocate:
-    """``fallocate(2)``, which Python does not offer."""
-
-    def __init__(self) -> None:
-        self._call = ctypes.CDLL(None, use_errno=True).fallocate64
-        self._call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-
-    def __call__(self, fd: int, mode: int, offset: int, nbytes: int) -> bool:
-        return bool(self._call(fd, mode, offset, nbytes) == 0)
-
-
-_fallocate: _Fallocate | None = None
-with contextlib.suppress(OSError, AttributeError, TypeError):
-    _fallocate = _Fallocate()
-
-
 class MemoryFile:
     """A file in memory, for tests and runs so small that no disk is worth it.
 
@@ -203,12 +178,6 @@ class MemoryFile:
         with self._lock:
             if nbytes > len(self._bytes):
                 self._bytes.extend(bytes(nbytes - len(self._bytes)))
-
-    def punch(self, offset: int, nbytes: int) -> None:
-        with self._lock:
-            stop = min(offset + nbytes, len(self._bytes))
-            if offset < stop:
-                self._bytes[offset:stop] = bytes(stop - offset)
 
     def close(self) -> None:
         self._bytes = bytearray()

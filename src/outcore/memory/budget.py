@@ -26,7 +26,15 @@ from outcore.memory.cgroup import headroom
 from outcore.memory.places import available_disk, check_place
 from outcore.memory.sizes import format_size, parse_size
 
-__all__ = ["Budget", "DiskLimit", "DiskPath", "Limits", "available_disk", "available_host", "host_capacity"]
+__all__ = [
+    "Budget",
+    "DiskLimit",
+    "DiskPath",
+    "TierLimits",
+    "available_disk",
+    "available_host",
+    "host_capacity",
+]
 
 _SHARES = {"device": (0.08, 256 << 20), "host": (0.10, 512 << 20), "disk": (0.05, 1 << 30)}
 """Part, and least bytes, of what is free that a default leaves alone; see [Note: Safety shares]."""
@@ -58,7 +66,7 @@ class DiskLimit:
 
 
 @dataclass(frozen=True)
-class Limits:
+class TierLimits:
     """Bytes per tier. ``device`` is ``None`` where computing happens on the host; ``disk`` may be empty."""
 
     device: int | None
@@ -98,7 +106,7 @@ class Budget:
             return tuple(_disk_path(disk) for disk in self.disk)
         return (_disk_path(self.disk),)
 
-    def limits(self, device_available: int | None, sharers: int = 1) -> Limits:
+    def limits(self, device_available: int | None, sharers: int = 1) -> TierLimits:
         """The bytes of each tier on this machine, now.
 
         Args:
@@ -110,7 +118,7 @@ class Budget:
             BudgetError: more is asked for than there is.
         """
         disks = _disk_limits(self.disks(), sharers)
-        return Limits(self._device(device_available), self._host(sharers), disks)
+        return TierLimits(self._device(device_available), self._host(sharers), disks)
 
     def _device(self, available: int | None) -> int | None:
         if available is None:

@@ -73,7 +73,6 @@ class DiskTier:
         opened = open_files(files)
         self._ledger = ledger
         self._lock = threading.RLock()
-        self._pending = 0
         self._closed = False
         self._completer = Completer()
         self._lengths = [0] * len(files)
@@ -138,7 +137,7 @@ class DiskTier:
             raise refusal or self._full(space)
 
     def free(self, extent: Extent) -> None:
-        """Give an extent back. Its space serves the next one; the file keeps it until `trim`.
+        """Give an extent back. Its space serves the next one; the file keeps it.
 
         After `close` everything has been given back, and nothing is done.
 
@@ -152,18 +151,6 @@ class DiskTier:
             lane.retire(extent)
             lane.space.give(extent.offset, extent.space)
             self._ledger.hold("disk", -extent.space, extent.kind)
-
-    def trim(self) -> None:
-        """Give the space of freed extents back to the file system, where it can do that.
-
-        A full disk then shows when such space is written again, no longer when it is allocated.
-        """
-        with self._lock:
-            self._check_open()
-            for lane, length in zip(self._lanes, self._lengths, strict=True):
-                for start, size in lane.space.holes():
-                    if start < length:
-                        lane.file.punch(start, min(size, length - start))
 
     def _by_speed(self, space: int) -> list[int]:
         """Files by the time it would take to move all that is on them and ``space`` bytes more."""
@@ -190,11 +177,6 @@ class DiskTier:
 
     # -- transfers --------------------------------------------------------------------------------
 
-    @property
-    def pending(self) -> int:
-        """Transfers whose futures are not done."""
-        return self._pending
-
     def stalled(self) -> str:
         """The transfer that has been under way for longest, in words; nothing if there is none."""
         found = [transfer for lane in self._lanes if (transfer := lane.oldest()) is not None]
@@ -215,7 +197,7 @@ class DiskTier:
         view = _flat(extent, into)
         if view.readonly:
             raise UsageError("can't read into memory that is read-only")
-        return self._submit(extent, view, writing=False)
+        return self._lanes[extent.lane].submit(extent, view, writing=False)
 
     def write(self, extent: Extent, data: memoryview) -> Future[None]:
         """Write ``data``, of `Extent.nbytes` bytes, over what was there. It must not change until done.
@@ -229,28 +211,7 @@ class DiskTier:
         Raises:
             StateError: another transfer of this extent is under way.
         """
-        return self._submit(extent, _flat(extent, data), writing=True)
-
-    def read_now(self, extent: Extent, into: memoryview) -> None:
-        """`read`, and wait for it. Not from a callback."""
-        self.read(extent, into).result()
-
-    def write_now(self, extent: Extent, data: memoryview) -> None:
-        """`write`, and wait for it. Not from a callback."""
-        self.write(extent, data).result()
-
-    def _submit(self, extent: Extent, view: memoryview, writing: bool) -> Future[None]:
-        with self._lock:
-            self._pending += 1
-        try:
-            return self._lanes[extent.lane].submit(extent, view, writing, self._settle)
-        except BaseException:
-            self._settle()
-            raise
-
-    def _settle(self) -> None:
-        with self._lock:
-            self._pending -= 1
+        return self._lanes[extent.lane].submit(extent, _flat(extent, data), writing=True)
 
     # -- the end ----------------------------------------------------------------------------------
 

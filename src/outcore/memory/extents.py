@@ -20,7 +20,6 @@ class Extent:
         nbytes: bytes it holds, as asked for.
         offset: where it starts in its file; a multiple of `BLOCK`.
         lane: which file.
-        generation: how many times it has been written.
         label: what it holds, for messages and reports.
         kind: the same, as the ledger calls it.
     """
@@ -28,7 +27,6 @@ class Extent:
     nbytes: int
     offset: int
     lane: int
-    generation: int = 0
     label: str = field(default="", repr=False)
     kind: str = field(default=OTHER, repr=False)
     _digests: list[int] | None = field(default=None, repr=False)
@@ -68,10 +66,6 @@ class Space:
     def largest(self) -> int:
         """Bytes of the largest hole."""
         return max(self._sizes, default=0)
-
-    def holes(self) -> list[tuple[int, int]]:
-        """Offset and size of each free range, in order."""
-        return list(zip(self._starts, self._sizes, strict=True))
 
     def take(self, nbytes: int) -> int | None:
         """The offset of a range that is now taken, or ``None`` if no hole is large enough."""

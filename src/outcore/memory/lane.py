@@ -16,7 +16,6 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 
 import xxhash
@@ -97,15 +96,13 @@ class Lane:
 
     # -- the callers' side ------------------------------------------------------------------------
 
-    def submit(
-        self, extent: Extent, view: memoryview, writing: bool, settle: Callable[[], None]
-    ) -> Future[None]:
+    def submit(self, extent: Extent, view: memoryview, writing: bool) -> Future[None]:
         """Queue a transfer of a whole extent; a write may wait for room, see [Note: Who waits for whom].
 
         Raises:
             StateError: the extent is freed, in use in a way that conflicts, or was never written.
         """
-        transfer = Transfer(extent, view, writing, self._request, settle)
+        transfer = Transfer(extent, view, writing, self._request)
         with self._lock:
             if writing:
                 self._wait_for_room(extent.nbytes)
@@ -254,7 +251,6 @@ class Lane:
             extent._writing = False
             if transfer.error is None:
                 extent._digests = transfer.digests
-                extent.generation += 1
         else:
             extent._readers -= 1
         link: Link = "disk write" if transfer.writing else "disk read"

@@ -30,11 +30,6 @@ class PinnedMemory:
         self._lock = threading.Lock()
         self._warned = False
 
-    @property
-    def locked(self) -> int:
-        """Bytes locked now."""
-        return self._locked
-
     def region(self, nbytes: int) -> PinnedRegion:
         """A region that takes memory when first used, and again after each release."""
         return PinnedRegion(self, nbytes)

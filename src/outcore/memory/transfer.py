@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 
@@ -18,7 +17,6 @@ class Transfer:
     Args:
         view: the memory, as long as the extent.
         request: bytes of a piece; the last one may be shorter.
-        settle: called just before the future is completed.
 
     Attributes:
         following: the next piece to start.
@@ -29,14 +27,11 @@ class Transfer:
         since: when it was asked for, by the watchdog's clock.
     """
 
-    def __init__(
-        self, extent: Extent, view: memoryview, writing: bool, request: int, settle: Callable[[], None]
-    ) -> None:
+    def __init__(self, extent: Extent, view: memoryview, writing: bool, request: int) -> None:
         self.extent = extent
         self.view = view
         self.writing = writing
         self.request = request
-        self.settle = settle
         self.pieces = -(-extent.nbytes // request)
         self.following = 0
         self.running = 0
@@ -83,11 +78,10 @@ class Completer:
 
 def _complete(over: SimpleQueue[Transfer | None]) -> None:
     while (transfer := over.get()) is not None:
-        settle, future, error = transfer.settle, transfer.future, transfer.error
+        future, error = transfer.future, transfer.error
         del transfer  # and with it the buffer, before anyone is told
-        settle()
         if error is None:
             future.set_result(None)
         else:
             future.set_exception(error)
-        del settle, future, error  # an idle thread keeps nothing alive
+        del future, error  # an idle thread keeps nothing alive

@@ -63,7 +63,7 @@ def _check_own(name: str, way: ActivationsName, sliced: bool) -> None:
 def treat_blocks(
     points: Iterable[Point],
     ways: Ways,
-    microbatch: int | None,
+    slice_rows: int | None,
     collect: Collect,
     saver: Saver | None = None,
     computing: Callable[[Sequence[int]], None] = lambda units: None,
@@ -72,7 +72,7 @@ def treat_blocks(
 
     Args:
         ways: from `ways_of`.
-        microbatch: rows of a slice of recomputed blocks.
+        slice_rows: rows of a slice of recomputed blocks.
         collect: takes the gradients of parameters that are summed over slices.
         saver: takes what blocks offload; needed where one does.
         computing: told of the units of a recomputed block whenever it computes, for the first time or again.
@@ -82,9 +82,9 @@ def treat_blocks(
     """
     for point in points:
         way = ways.get(point.name, "keep") if point.block else "keep"
-        if recomputes(way) and microbatch is not None:
+        if recomputes(way) and slice_rows is not None:
             again = partial(computing, point.units)
-            yield recompute_in_slices(point.module, point.name, microbatch, collect, again)
+            yield recompute_in_slices(point.module, point.name, slice_rows, collect, again)
         elif recomputes(way) and not recomputes_itself(point.module):
             yield recompute(point.module, point.name, partial(computing, point.units))
         if offloads(way):

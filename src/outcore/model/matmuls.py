@@ -113,6 +113,24 @@ def _added(
     return _multiply(a, b, out, bias.expand(out.shape), beta, alpha)
 
 
+def _added_in_place(
+    rank: int,
+    original: One,
+    keys: Any,
+    own: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    beta: Any = 1,
+    alpha: Any = 1,
+) -> torch.Tensor:
+    """``addmm_`` and ``baddbmm_``: each block of what is there is read before it is written."""
+    out = _target(rank, a, b, own)
+    if out is None:
+        return original(keys, own, a, b, beta=beta, alpha=alpha)
+    return _multiply(a, b, out, own, beta, alpha)
+
+
 def _attention(
     original: Several,
     keys: Any,
@@ -161,8 +179,10 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "bmm.out": partial(_plain, 3),
     "addmm": partial(_added, 2),
     "addmm.out": partial(_added, 2),
+    "addmm_": partial(_added_in_place, 2),
     "baddbmm": partial(_added, 3),
     "baddbmm.out": partial(_added, 3),
+    "baddbmm_": partial(_added_in_place, 3),
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention,
 }
@@ -188,7 +208,10 @@ def _target(
     shape = (*a.shape[:-1], b.shape[-1])
     if out is None:
         return a.new_empty(shape)
-    return out if out.dtype is a.dtype and out.shape == shape and out.is_cpu else None
+    suits = out.dtype is a.dtype and out.shape == shape and out.is_cpu
+    return (
+        out if suits and torch._debug_has_internal_overlap(out) != 1 else None
+    )  # 1: some elements are one in memory
 
 
 def _multiply(
@@ -200,6 +223,9 @@ def _multiply(
     alpha: Any = 1,
 ) -> torch.Tensor:
     """Put ``beta * bias + alpha * (a @ b)`` of two matrices, or two batches of them, into ``out``, block by block."""
+    if any(out.untyped_storage().data_ptr() == each.untyped_storage().data_ptr() for each in (a, b)):
+        # a block that is written may be read for the next one
+        return out.copy_(_multiply(a, b, torch.empty_like(out), bias, beta, alpha))
     depth = a.shape[-1]
     each = max(a.shape[-2] * depth, depth * b.shape[-1], a.shape[-2] * b.shape[-1])
     batches = (

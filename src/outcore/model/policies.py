@@ -139,7 +139,7 @@ def offloads(way: ActivationsName) -> bool:
     return way in ("offload", "recompute+offload")
 
 
-def read_activations(text: str, microbatch: int | None = None) -> Activations:
+def read_activations(text: str, slice_rows: int | None = None) -> Activations:
     """Read what a command line says, as ``str(Activations(...))`` writes it: ``"offload,h.0=keep"``.
 
     Raises:
@@ -155,4 +155,4 @@ def read_activations(text: str, microbatch: int | None = None) -> Activations:
                 "'offload,h.0=keep'"
             )
         units[name] = way  # type: ignore[assignment]  # checked by the policy
-    return Activations(first, microbatch, units=units)  # type: ignore[arg-type]
+    return Activations(first, slice_rows, units=units)  # type: ignore[arg-type]

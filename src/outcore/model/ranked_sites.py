@@ -16,7 +16,7 @@ from outcore.chunks.pool import Pool
 from outcore.chunks.replacers import Belady, Replacer
 from outcore.chunks.store import Reserve, RunStore, Span, gradient_store
 from outcore.errors import UsageError
-from outcore.memory.budget import Budget, Limits
+from outcore.memory.budget import Budget, TierLimits
 from outcore.memory.device import free_bytes
 from outcore.memory.host import reserve
 from outcore.memory.ledger import Ledger
@@ -169,7 +169,7 @@ class Joined:
 class RankedHostSite(Joined, HostSite):
     """The CPU computes."""
 
-    def __init__(self, limits: Limits, world: World) -> None:
+    def __init__(self, limits: TierLimits, world: World) -> None:
         HostSite.__init__(self, limits)
         Joined.__init__(self, world, world.sharding.states != "none" or not limits.disk)
         self.ranks: Ranks = world
@@ -217,7 +217,7 @@ class RankedHostSite(Joined, HostSite):
 class RankedDeviceSite(Joined, DeviceSite):
     """An accelerator computes, and ranks are joined through the host."""
 
-    def __init__(self, device: torch.device, limits: Limits, prefetch: bool, world: World) -> None:
+    def __init__(self, device: torch.device, limits: TierLimits, prefetch: bool, world: World) -> None:
         DeviceSite.__init__(self, device, limits, prefetch)
         Joined.__init__(self, world, False)  # what a device reaches is page-locked by each rank
         self.ranks: Ranks = world
@@ -278,7 +278,7 @@ def _layout(units: Sequence[Unit], world: World) -> bytes:
     return "\n".join(said).encode()
 
 
-def choose(place: torch.device, budget: Budget, prefetch: bool, ranks: Ranks) -> tuple[Site, Limits]:
+def choose(place: torch.device, budget: Budget, prefetch: bool, ranks: Ranks) -> tuple[Site, TierLimits]:
     """The site of a run, and its limits.
 
     Raises:

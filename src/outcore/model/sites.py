@@ -17,7 +17,7 @@ from outcore.chunks.pool import Pool
 from outcore.chunks.replacers import Belady, Replacer
 from outcore.chunks.store import Reserve, RunStore, Span, span_bytes
 from outcore.errors import UsageError
-from outcore.memory.budget import Limits
+from outcore.memory.budget import TierLimits
 from outcore.memory.device import NoStreams, Streams, offers
 from outcore.memory.frames import Frames
 from outcore.memory.heap import Rule, give_back
@@ -128,7 +128,7 @@ class Lone:
 class HostSite(Lone):
     """The CPU computes where the chunks lie."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: TierLimits) -> None:
         super().__init__()
         self.device = torch.device("cpu")
         self._limits = limits
@@ -181,7 +181,7 @@ class DeviceSite(Lone):
     back gets new tensors with each lift.
     """
 
-    def __init__(self, device: torch.device, limits: Limits, prefetch: bool) -> None:
+    def __init__(self, device: torch.device, limits: TierLimits, prefetch: bool) -> None:
         assert limits.device is not None
         super().__init__()
         self.device = device

@@ -7,13 +7,16 @@ the others every second that somebody is at work, and each wait is a short one. 
 along and is missed at once, by those who wait and by the threads of those who work; one that falls silent, after the
 time-out. Only what hangs inside of such work, a disk that never answers, is waited for without end, as one process
 waits for it.
+
+That thread waits for the others while the rank works, which is no time that the rank lost: only what is left of a sign
+when the work is over is waited for.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 
 EVERY = 1.0
@@ -26,13 +29,17 @@ class Pulse:
     Args:
         sign: gives one, and waits until all others gave one or are done.
         timeout: seconds after which a rank without any is given up.
+        waiting: what is entered while the rank waits for the others.
 
     Attributes:
         heard: what a sign raised: the others have parted. Nothing more is said then.
     """
 
-    def __init__(self, sign: Callable[[], object], timeout: float) -> None:
+    def __init__(
+        self, sign: Callable[[], object], timeout: float, waiting: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._sign = sign
+        self._waiting = waiting
         self._every = min(EVERY, timeout / 4)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outcore-pulse", daemon=True)
@@ -59,4 +66,5 @@ class Pulse:
         if (
             kind is None and self._thread.ident is not None
         ):  # else others may never come for the sign it is at
-            self._thread.join()
+            with self._waiting():
+                self._thread.join()

@@ -189,11 +189,11 @@ class World:
     def agree(self, doing: str, bits: bytes = b"") -> list[bytes]:
         return [header.bits for header in self._exchange(doing, "", bits)]
 
-    def _exchange(self, doing: str, fault: str, bits: bytes) -> list[Header]:
+    def _exchange(self, doing: str, fault: str, bits: bytes, beside: bool = False) -> list[Header]:
         with self._speaking:  # one word after the other, also of those that `together` says beside
-            return self._in_turn(doing, fault, bits)
+            return self._in_turn(doing, fault, bits, beside)
 
-    def _in_turn(self, doing: str, fault: str, bits: bytes) -> list[Header]:
+    def _in_turn(self, doing: str, fault: str, bits: bytes, beside: bool) -> list[Header]:
         if self._broken is not None:
             raise StateError(
                 f"the ranks of this model have parted: {self._broken}; start all of them again"
@@ -203,7 +203,7 @@ class World:
         self._sequence += 1
         table = torch.zeros(self.size, SIZE, dtype=torch.uint8)
         table[self.number] = torch.frombuffer(bytearray(own.pack()), dtype=torch.uint8)
-        self._all.gather(table, doing)
+        self._all.gather(table, doing, beside)
         headers = [Header.unpack(bytes(row.tolist())) for row in table]
         error = compare(headers, self.number)
         if error is not None:
@@ -230,7 +230,11 @@ class World:
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
         fault: Exception | None = None
-        with Pulse(lambda: self.agree(doing, _AT_WORK), self.sharding.timeout) as pulse:
+
+        def sign() -> None:
+            self._exchange(doing, "", _AT_WORK, beside=True)
+
+        with Pulse(sign, self.sharding.timeout, self._all.waiting) as pulse:
             try:
                 yield
             except PeerError:

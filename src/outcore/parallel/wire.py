@@ -10,7 +10,7 @@ that of the messages, stay with the collective.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -53,20 +53,25 @@ class Wire:
         self._lost = lost
         self._beside = beside
 
-    def gather(self, whole: torch.Tensor, what: str) -> None:
+    def waiting(self) -> AbstractContextManager[None]:
+        """Whatever is done inside counts as waiting for this wire."""
+        return nullcontext() if self.ledger is None else self.ledger.waiting(WIRE)
+
+    def gather(self, whole: torch.Tensor, what: str, beside: bool = False) -> None:
         """Bring everyone's part.
 
         Args:
             whole: contiguous, as many equal parts as there are ranks; this rank's is there already.
             what: for messages.
+            beside: this once, too, the training thread does not wait here.
         """
         data = _bytes(whole)
         part = data.numel() // self.size
         own = data[self.number * part : (self.number + 1) * part]
         if part < DIRECT:
-            self._run(what, part, lambda: _all_gather(data, own, group=self.group))
+            self._run(what, part, lambda: _all_gather(data, own, group=self.group), beside=beside)
         else:
-            self._run(what, part, lambda: self._direct(data.view(self.size, part)))
+            self._run(what, part, lambda: self._direct(data.view(self.size, part)), beside=beside)
 
     def _direct(self, parts: torch.Tensor) -> None:
         """See [Note: Straight to its place]."""
@@ -111,27 +116,34 @@ class Wire:
             with suppress(Exception):
                 dist.destroy_process_group(group)
 
-    def _run(self, what: str, part: int, collective: Callable[[], Any], factor: int | None = None) -> None:
+    def _run(
+        self,
+        what: str,
+        part: int,
+        collective: Callable[[], Any],
+        factor: int | None = None,
+        beside: bool = False,
+    ) -> None:
         if self.size == 1 or (part == 0 and factor is None):
             return
-        self._attempt(what, collective)
+        self._attempt(what, collective, beside)
         if self.ledger is not None:
             self.ledger.moved(WIRE, part * (self.size - 1 if factor is None else factor))
 
-    def _attempt(self, what: str, collective: Callable[[], Any]) -> None:
+    def _attempt(self, what: str, collective: Callable[[], Any], beside: bool = False) -> None:
         if self.size == 1:
             return
         heard = "" if self.group is not None else "this rank has hung up"
         if not heard:
             try:
-                self._collect(collective)
+                self._collect(collective, beside)
             except RuntimeError as error:
                 heard = str(error) or type(error).__name__
         if heard:  # the error is gone by now, and its frames with it: they would keep the connections open
             raise self._lost(what, heard.splitlines()[0][:160])
 
-    def _collect(self, collective: Callable[[], Any]) -> None:
-        waiting = nullcontext() if self.ledger is None or self._beside else self.ledger.waiting(WIRE)
+    def _collect(self, collective: Callable[[], Any], beside: bool) -> None:
+        waiting = nullcontext() if beside or self._beside else self.waiting()
         with waiting, _disable_current_modes(), torch.no_grad():
             collective()
 

@@ -17,7 +17,6 @@ from outcore.planning.subject import Facts
 from outcore.trace.profile import Profile
 
 DAY = 86_400
-YEAR = 365 * DAY
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,12 @@ class Clock:
         self.count = 0
         self.now: Hashable = None
 
-    def lap(self, key: Hashable) -> bool:
-        """A lap begins. Returns whether a lap with this key was recorded before."""
+    def lap(self, key: Hashable) -> None:
+        """A lap begins."""
         with self._pool.lock:
             self.count += 1
             self._schedule.begin(key)
             self._pool.advance()
-            return self._schedule.known
 
     def tick(self, key: Hashable, needs: Sequence[Chunk]) -> None:
         """A use begins; called before its guard is asked for."""

@@ -105,11 +105,6 @@ class Schedule:
         self.now = self.epoch = 0
 
     @property
-    def known(self) -> bool:
-        """Whether the current lap was recorded before."""
-        return self._key in self._laps
-
-    @property
     def repeated(self) -> Lap | None:
         """The record of the current lap, if the next one is expected to be the same again."""
         return self._laps.get(self._key) if self._latest.get(self._key) == self._key else None

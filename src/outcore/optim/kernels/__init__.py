@@ -9,7 +9,7 @@ from outcore.optim.kernels.adamw import AdamRule, adamw
 from outcore.optim.kernels.codecs import Moments, codec
 from outcore.optim.kernels.lion import LionRule, lion
 from outcore.optim.kernels.master import Master, join_master, split_master
-from outcore.optim.kernels.reductions import accumulate, add_mean, all_finite, sum_of_squares, widen
+from outcore.optim.kernels.reductions import accumulate, add_mean, sum_of_squares, widen
 from outcore.optim.kernels.rule import Plane, Planes, Rule
 from outcore.optim.kernels.sgd import SGDRule, sgd
 from outcore.optim.kernels.transform import GradTransform
@@ -31,7 +31,6 @@ __all__ = [
     "adagrad",
     "adamw",
     "add_mean",
-    "all_finite",
     "codec",
     "join_master",
     "lion",

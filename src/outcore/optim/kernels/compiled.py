@@ -40,7 +40,7 @@ U0, U1, U2, U7, U15, U16 = (np.uint32(k) for k in (0, 1, 2, 7, 15, 16))
 U20, U21, U31, U32, U127 = (np.uint32(k) for k in (20, 21, 31, 32, 127))
 GOLDEN, OTHER = np.uint32(0x9E3779B1), np.uint32(0x55555555)
 HALF = np.uint32(0x7FFF)
-MAGNITUDE, EXPONENT = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
+MAGNITUDE = np.uint32(0x7FFFFFFF)
 
 
 def _jit(function: Function) -> Function:

@@ -62,18 +62,6 @@ def sum_of_squares(
     _pool(workers).run(piece, blocks, grain=4)
 
 
-def all_finite(grad: Tensor, workers: Workers | None = None) -> bool:
-    """Whether no element is inf or NaN.
-
-    Args:
-        grad: shape [n], fp32, bf16 or fp16.
-        workers: threads to use; the common ones if not given.
-    """
-    sums = torch.empty(-(-grad.numel() // BLOCK), dtype=torch.float64)
-    sum_of_squares(grad, sums, workers=workers)
-    return bool(sums.isfinite().all())
-
-
 def accumulate(total: Tensor, grad: Tensor, first: bool = False, workers: Workers | None = None) -> None:
     """``total += float32(grad)``, or ``total = float32(grad)`` for the first of several.
 
