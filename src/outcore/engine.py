@@ -23,6 +23,7 @@ from outcore.model import weights as weights_of
 from outcore.model.activations import treat_blocks, ways_of
 from outcore.model.assembly import Assembly
 from outcore.model.backward import BackwardPass
+from outcore.model.closed import directly, used_outside
 from outcore.model.hooks import PointHooks
 from outcore.model.laps import Laps
 from outcore.model.owners import Owners
@@ -33,6 +34,7 @@ from outcore.model.residency import Residency
 from outcore.model.rowless import NothingCounted
 from outcore.model.saved.seam import NothingSaved, Saved
 from outcore.model.saved.store import SavedTensors
+from outcore.model.singles import Singles
 from outcore.model.sites import Site
 from outcore.model.slices.heads import slice_loss
 from outcore.model.unit import Binding, Unit
@@ -115,6 +117,8 @@ class Engine:
                 carrier, self.pool, self.stage.device, self.units, self.owners, model.buffers
             )
         self.saved: Saved = self.saver or NothingSaved()
+        here = self.ranks.size == 1 and self.stage.lasting
+        self.singles = Singles(self.units, self.stage, self.updates, self.pool, self.rule, here)
         self.residency = Residency(
             self.stage,
             self.clock,
@@ -125,6 +129,7 @@ class Engine:
             self.ranks,
             self.saved,
             self.owners,
+            self.singles,
         )
         self.backward = BackwardPass(self.residency, self.stage.gradients_complete, self._backward_over)
         if self.saver is not None:
@@ -145,7 +150,8 @@ class Engine:
             weights_of.fill(unit, plan, source, self.pool, self.rule, self._spare)
             for binding in unit.bindings:
                 binding.resting = self.stage.resting(binding)
-                self._resting[binding.resting.untyped_storage()._cdata] = binding.name
+                if not self.singles.has(binding):
+                    self._resting[binding.resting.untyped_storage()._cdata] = binding.name
                 replace_data(binding.parameter, binding.resting)
                 resident += binding.resting.element_size()
         self.ranks.agree("the end of the first values")  # each wrote what it keeps
@@ -199,6 +205,8 @@ class Engine:
             self._undo.append(lambda: vars(model).pop("zero_grad", None))
             scale = LossScale() if self.precision.compute == "fp16" else None
             self.optimizer.bind(self, scale)
+        if self.stage.lasting:
+            self._undo += self.singles.stand()
         self.prelude.hung()
 
     def treat(self, activations: Activations) -> None:
@@ -269,10 +277,7 @@ class Engine:
     def _outside(self, storage: int) -> None:
         name = self._resting.get(storage)
         if name is not None:
-            raise ModelError(
-                f"the parameter {name} was used outside of the module that owns it: name a module that covers "
-                "its use as a unit, offload(..., units=[...])"
-            )
+            raise used_outside(name)
 
     def _refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if any(unit.opened == 0 for unit in self.units):
@@ -297,14 +302,14 @@ class Engine:
             )
 
     def _refuse_set(self) -> None:
-        for unit in self.units:
-            for binding in unit.bindings:
-                if binding.parameter.grad is not None:
-                    raise StateError(
-                        f"{binding.name}.grad was set by hand, or the parameter was frozen when the model was "
-                        "offloaded: this step would not use it, for gradients are taken as backward() gives them; "
-                        "set it to None"
-                    )
+        with directly():
+            found = (b.name for u in self.units for b in u.bindings if b.parameter.grad is not None)
+            name = next(found, None)
+        if name is not None:
+            raise StateError(
+                f"{name}.grad was set by hand, or the parameter was frozen when the model was offloaded: this step "
+                "would not use it, for gradients are taken as backward() gives them; set it to None"
+            )
 
     def _refuse_loading(self, module: nn.Module, *args: Any) -> None:
         raise StateError(
@@ -317,12 +322,13 @@ class Engine:
         self.optimizer.zero_grad()
 
     def _refuse_thawed(self, module: nn.Module, args: Any) -> None:
-        for binding in self._frozen:
-            if binding.parameter.requires_grad:
-                raise StateError(
-                    f"{binding.name} was frozen when the model was offloaded and has no place for a gradient: "
-                    "set requires_grad before offload()"
-                )
+        with directly():
+            name = next((b.name for b in self._frozen if b.parameter.requires_grad), None)
+        if name is not None:
+            raise StateError(
+                f"{name} was frozen when the model was offloaded and has no place for a gradient: set requires_grad "
+                "before offload()"
+            )
 
     # -- the optimizer's backend ------------------------------------------------------------------
 
@@ -383,6 +389,7 @@ class Engine:
         if self.backward.running or any(unit.opened for unit in self.units):
             raise StateError("parameters can't be changed within a forward, a backward or outcore.gather")
         self.updates.preserver.finish()
+        self.take_written()
         self.settle()
         for unit in self.units:
             self._replaced(unit)
@@ -393,6 +400,10 @@ class Engine:
         unit.version += 1
         self.stage.replaced(unit)
 
+    def take_written(self) -> None:
+        """What was written to closed parameters of one element is their value from now on."""
+        self.singles.take_all()
+
     def settle(self) -> None:
         """Wait for updates and copies: afterwards all chunks are as the steps so far leave them."""
         self.updates.finish()
@@ -402,6 +413,7 @@ class Engine:
     # -- reading and the end ----------------------------------------------------------------------
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.take_written()
         self.updates.finish()
         for unit in self.units:
             yield from weights_of.masters(unit, self.pool, self.rule, self.ranks)
