@@ -39,6 +39,7 @@ from outcore.model.sites import Site
 from outcore.model.slices.heads import slice_loss
 from outcore.model.unit import Binding, Unit
 from outcore.model.units import discover
+from outcore.optim.claims import Claim
 from outcore.optim.due import Due
 from outcore.optim.gradients import Gradients
 from outcore.optim.kernels import GradTransform, Rule, workers
@@ -205,6 +206,8 @@ class Engine:
             self._undo.append(lambda: vars(model).pop("zero_grad", None))
             scale = LossScale() if self.precision.compute == "fp16" else None
             self.optimizer.bind(self, scale)
+        claim = Claim(((b.name, b.parameter) for u in self.units for b in u.bindings), self.optimizer)
+        self._undo.append(claim.end)
         if self.stage.lasting:
             self._undo += self.singles.stand()
         self.prelude.hung()
