@@ -136,6 +136,7 @@ class Engine:
         if self.saver is not None:
             self.saver.read = self.backward.read
         self.rowless = NothingCounted(self.backward.start)
+        self.readers: Readers | None = None
         self._resting: dict[int, str] = {}
         self._dropped = False
         budgets = outcome.Limits(limits.device, limits.host, disk_bytes)
@@ -169,7 +170,7 @@ class Engine:
             self._undo.append(hooks.remove)
         self._treat_blocks()
         if self.stage.lasting:
-            readers = Readers(self.backward.read, self.owners, self.stage.device)
+            self.readers = readers = Readers(self.backward.read, self.owners, self.stage.device)
             for point in self.points:
                 if not offloads(
                     self.ways.get(point.name, "keep")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -115,14 +116,23 @@ def test_a_penalty_in_a_forward_is_that_in_memory(tmp_path: Path) -> None:
     same(script, tmp_path, Owning, precision="fp32", units=["own"])
 
 
-def test_a_penalty_in_gather_is_that_in_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("penalty", [absolute, squares, vector])
+@pytest.mark.parametrize("within", [True, False], ids=["backward within", "backward after"])
+def test_a_penalty_in_gather_is_that_in_memory(
+    penalty: Callable[[nn.Module], torch.Tensor], within: bool, tmp_path: Path
+) -> None:
     def script(run: Run) -> None:
         for seed in range(3):
-            if run.engine is None:
-                run.optimizer.backward(run.loss(seed) + 0.01 * absolute(run.model))
-            else:
-                with outcore.gather(run.model):
-                    run.optimizer.backward(run.loss(seed) + 0.01 * absolute(run.model))
+            gather = nullcontext() if run.engine is None else outcore.gather(run.model)
+            loss = run.loss(seed)
+            with gather:
+                loss = loss + 0.01 * penalty(run.model)
+                run.log.append(loss.item())
+                if within:
+                    run.optimizer.backward(loss)
+            if not within:
+                run.optimizer.backward(loss)
+            run.log.append(run.optimizer.clip_grad_norm_(1.0).item())
             run.step()
 
     same(script, tmp_path, precision="fp32", tight="8MiB")

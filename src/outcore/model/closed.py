@@ -130,8 +130,8 @@ def used_outside(name: str) -> ModelError:
     """What to raise where a parameter is used while its values are elsewhere."""
     return ModelError(
         f"the parameter {name} was used outside of the module that owns it: name a module that covers its use as a "
-        "unit, offload(..., units=[...]), or compute a penalty on parameters in a forward or, backward included, in "
-        "outcore.gather(model), or give the optimizer weight_decay"
+        "unit, offload(..., units=[...]), or compute a penalty on parameters in a forward or in outcore.gather(model), "
+        "or give the optimizer weight_decay"
     )
 
 
