@@ -122,13 +122,15 @@ def test_an_alias_from_before_a_step_is_refused() -> None:
         assert_idle(run.engine)  # type: ignore[arg-type]
 
 
-def test_a_write_between_forward_and_backward_is_refused() -> None:
-    with spread(Scaled, precision="fp32", budget=ROOMY) as run:
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("name", ["scale", "blocks.1.2.weight"])
+def test_a_write_between_forward_and_backward_is_refused(name: str, activations: str) -> None:
+    with spread(Scaled, precision="fp32", budget=ROOMY, activations=activations) as run:
         loss = run.loss(0)
-        run.model.scale.data.fill_(0.5)
+        run.model.get_parameter(name).data.fill_(0.5)
         with pytest.raises(StateError, match="was changed since this forward"):
             run.optimizer.backward(loss)
-        assert run.model.scale.item() == 0.5
+        assert run.model.get_parameter(name).item() == 0.5
         run.optimizer.zero_grad()
         run.train(1)
 
