@@ -53,6 +53,8 @@ class Claim:
         if optimizer is self._optimizer:
             return
         for group in optimizer.param_groups:
+            if self._names.keys().isdisjoint(map(id, group["params"])):
+                continue
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))
                 if name is not None and parameter.requires_grad:
