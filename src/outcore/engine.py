@@ -33,10 +33,12 @@ from outcore.model.residency import Residency
 from outcore.model.rowless import NothingCounted
 from outcore.model.saved.seam import NothingSaved, Saved
 from outcore.model.saved.store import SavedTensors
+from outcore.model.singles import Singles
 from outcore.model.sites import Site
 from outcore.model.slices.heads import slice_loss
 from outcore.model.unit import Unit
 from outcore.model.units import discover
+from outcore.optim.claims import Claim
 from outcore.optim.due import Due
 from outcore.optim.gradients import Gradients
 from outcore.optim.kernels import GradTransform, Rule, workers
@@ -116,6 +118,8 @@ class Engine:
                 carrier, self.pool, self.stage.device, self.units, self.owners, model.buffers
             )
         self.saved: Saved = self.saver or NothingSaved()
+        here = self.ranks.size == 1 and self.stage.lasting
+        self.singles = Singles(self.units, self.stage, self.updates, self.pool, self.rule, here)
         self.residency = Residency(
             self.stage,
             self.clock,
@@ -126,11 +130,13 @@ class Engine:
             self.ranks,
             self.saved,
             self.owners,
+            self.singles,
         )
         self.backward = BackwardPass(self.residency, self.stage.gradients_complete, self._backward_over)
         if self.saver is not None:
             self.saver.read = self.backward.read
         self.rowless = NothingCounted(self.backward.start)
+        self.readers: Readers | None = None
         budgets = Limits(limits.device, limits.host, disk_bytes)
         self.prelude = prelude(model, optimizer, self.ranks.size, settings, budgets, found.total)
         ending.enter(self)
@@ -144,7 +150,8 @@ class Engine:
             weights_of.fill(unit, plan, source, self.pool, self.rule, self._spare)
             for binding in unit.bindings:
                 binding.resting = self.stage.resting(binding)
-                self.misuse.rests(binding)
+                if not self.singles.has(binding):
+                    self.misuse.rests(binding)
                 replace_data(binding.parameter, binding.resting)
                 resident += binding.resting.element_size()
         self.ranks.agree("the end of the first values")  # each wrote what it keeps
@@ -161,7 +168,7 @@ class Engine:
             self._undo.append(hooks.remove)
         self._treat_blocks()
         if self.stage.lasting:
-            readers = Readers(self.backward.read, self.owners, self.stage.device)
+            self.readers = readers = Readers(self.backward.read, self.owners, self.stage.device)
             for point in self.points:
                 if not offloads(
                     self.ways.get(point.name, "keep")
@@ -194,6 +201,10 @@ class Engine:
             self._undo.append(lambda: vars(model).pop("zero_grad", None))
             scale = LossScale() if self.precision.compute == "fp16" else None
             self.optimizer.bind(self, scale)
+        claim = Claim(((b.name, b.parameter) for u in self.units for b in u.bindings), self.optimizer)
+        self._undo.append(claim.end)
+        if self.stage.lasting:
+            self._undo += self.singles.stand()
         self.prelude.hung()
 
     def treat(self, activations: Activations) -> None:
@@ -315,6 +326,7 @@ class Engine:
         """Let a function change all parameters, one after the other."""
         self.misuse.refuse_changing(self.backward.running)
         self.updates.preserver.finish()
+        self.take_written()
         self.settle()
         for unit in self.units:
             self._replaced(unit)
@@ -325,6 +337,10 @@ class Engine:
         unit.version += 1
         self.stage.replaced(unit)
 
+    def take_written(self) -> None:
+        """What was written to closed parameters of one element is their value from now on."""
+        self.singles.take_all()
+
     def settle(self) -> None:
         """Wait for updates and copies: afterwards all chunks are as the steps so far leave them."""
         self.updates.finish()
@@ -334,6 +350,7 @@ class Engine:
     # -- reading and the end ----------------------------------------------------------------------
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.take_written()
         self.updates.finish()
         for unit in self.units:
             yield from weights_of.masters(unit, self.pool, self.rule, self.ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +219,9 @@ def change(model: nn.Module, function: weights_of.Change) -> None:
 def gather(model: nn.Module) -> Iterator[None]:
     """Open all parameters for reading: inside, they have their values, in the compute dtype.
 
+    What is computed from them has gradients (a penalty on weights), also if its backward comes later; torch.func, which
+    wants no hooks for saved tensors, works inside of ``torch.no_grad()`` around this.
+
     Raises:
         BudgetError: the budget can't hold them all at once.
         StateError: one was changed inside; `change` is made for that.
@@ -229,7 +232,8 @@ def gather(model: nn.Module) -> Iterator[None]:
         for unit in engine.units:
             engine.residency.enter(unit, "read")
             entered.append(unit)
-        yield
+        with nullcontext() if engine.readers is None else engine.readers.here():
+            yield
     finally:
         engine.residency.leave(*entered)
 

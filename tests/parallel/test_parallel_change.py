@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import outcore
-from outcore.errors import UsageError
+from outcore.errors import ModelError, StateError, UsageError
 from parallel.loops import Way, offloaded, stack, train
 from parallel.together import Place, Team, values
 
@@ -75,3 +76,45 @@ def change_failing(place: Place) -> str:
 
 def test_what_a_function_raises_on_one_rank_is_raised_on_all(two: Team, tmp_path: Path) -> None:
     assert values(two.run(change_failing, tmp_path))[1] == "ValueError"
+
+
+class Tempered(nn.Module):
+    """Has a parameter of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = stack(), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale  # type: ignore[no-any-return]
+
+
+def single(place: Place) -> dict[str, Any]:
+    model, way = Tempered(), Way(steps=2)
+    optimizer = offloaded(model, way, place)
+    model.to("cpu")
+    train(model, optimizer, way, place)
+    said = []
+    for look in (model.scale.item, lambda: model.scale.data.clamp_(max=1.0)):
+        with pytest.raises(StateError) as raised:
+            look()
+        said.append(str(raised.value))
+    with outcore.gather(model):
+        value = model.scale.item()
+    outcore.change(model, lambda name, value: value.fill_(1.0) if name == "scale" else None)
+    changed = dict(outcore.weights(model))["scale"].item()
+    with pytest.raises(ModelError, match="was used outside"):
+        sum(p.abs().sum() for p in model.inner.parameters())
+    train(model, optimizer, way, place, first=way.steps)
+    outcore.release(model)
+    return {"said": said, "value": value, "changed": changed}
+
+
+def test_one_element_is_read_and_changed_by_all(two: Team, tmp_path: Path) -> None:
+    first, second = values(two.run(single, tmp_path))
+    assert first == second
+    assert first["value"] not in (1.0, 1.5)
+    assert first["changed"] == 1.0
+    for said in first["said"]:
+        assert said.startswith("scale can't be read or written")
+        assert "outcore.change(model, function)" in said

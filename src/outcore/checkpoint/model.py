@@ -18,7 +18,7 @@ from outcore.optim.optimizer import Optimizer
 
 
 def engine_with(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Engine:
-    """The engine of a model and the optimizer that it was offloaded with.
+    """The engine of a model and the optimizer that it was offloaded with; all values are as the user left them.
 
     Raises:
         StateError: the model is not offloaded.
@@ -27,6 +27,7 @@ def engine_with(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> En
     engine = engine_of(model)
     if optimizer is not None and optimizer is not engine.optimizer:
         raise UsageError("the optimizer is not the one that the model was offloaded with")
+    engine.take_written()
     return engine
 
 

@@ -111,6 +111,7 @@ class BackwardPass:
         if call.open:
             return
         for unit, version in zip(call.units, call.versions, strict=True):
+            self._residency.heed(unit)
             _refuse_changed(unit, version)
         around = set(_enclosing(call))
         for other in [c for c in self._open if c.reached and c not in around]:
@@ -133,6 +134,7 @@ class BackwardPass:
         Raises:
             StateError: no backward runs, or its graph would be kept, or they were changed since.
         """
+        self._residency.heed(unit)
         _refuse_changed(unit, version)
         running = torch._C._current_graph_task_id() != -1
         if unit.opened and not (running and any(isinstance(call, Reading) for call in self._open)):

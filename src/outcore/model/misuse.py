@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from outcore.errors import ModelError, StateError
+from outcore.errors import StateError
+from outcore.model.closed import directly, used_outside
 from outcore.model.unit import Binding, Unit
 from outcore.optim.optimizer import Optimizer
 
@@ -54,12 +55,13 @@ class Misuse:
         )
 
     def _refuse_thawed(self, module: nn.Module, args: Any) -> None:
-        for binding in self._frozen:
-            if binding.parameter.requires_grad:
-                raise StateError(
-                    f"{binding.name} was frozen when the model was offloaded and has no place for a gradient: "
-                    "set requires_grad before offload()"
-                )
+        with directly():
+            name = next((b.name for b in self._frozen if b.parameter.requires_grad), None)
+        if name is not None:
+            raise StateError(
+                f"{name} was frozen when the model was offloaded and has no place for a gradient: set requires_grad "
+                "before offload()"
+            )
 
     def rests(self, binding: Binding) -> None:
         """A parameter has no values while its unit is closed: `refuse_resting` knows it by what it reads as then."""
@@ -69,10 +71,7 @@ class Misuse:
         """Called with the storage of what an operator reads outside of all units."""
         name = self._resting.get(storage)
         if name is not None:
-            raise ModelError(
-                f"the parameter {name} was used outside of the module that owns it: name a module that covers "
-                "its use as a unit, offload(..., units=[...])"
-            )
+            raise used_outside(name)
 
     def refuse_changing(self, in_backward: bool) -> None:
         """Before all parameters are changed."""
@@ -100,14 +99,14 @@ class Misuse:
 
     def refuse_set(self) -> None:
         """Before a step: no gradient may be where this step would not see it."""
-        for unit in self._units:
-            for binding in unit.bindings:
-                if binding.parameter.grad is not None:
-                    raise StateError(
-                        f"{binding.name}.grad was set by hand, or the parameter was frozen when the model was "
-                        "offloaded: this step would not use it, for gradients are taken as backward() gives them; "
-                        "set it to None"
-                    )
+        with directly():
+            found = (b.name for u in self._units for b in u.bindings if b.parameter.grad is not None)
+            name = next(found, None)
+        if name is not None:
+            raise StateError(
+                f"{name}.grad was set by hand, or the parameter was frozen when the model was offloaded: this step "
+                "would not use it, for gradients are taken as backward() gives them; set it to None"
+            )
 
     def warn_dropped(self, binding: Binding) -> None:
         """Say once that there are gradients that nobody takes."""

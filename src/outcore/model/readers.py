@@ -12,6 +12,7 @@ inside of a block win anyway, and those around it are meant to.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -70,6 +71,13 @@ class Readers:
             return forward(*args, **kwargs)
 
         return where_recorded(module, run)
+
+    def here(self) -> AbstractContextManager[Any]:
+        """Inside, what is saved outside of calls is watched too, where units are open and graphs are made."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if not torch.is_grad_enabled() or (top is not None and not is_ours(top)):
+            return nullcontext()
+        return self._hooks
 
     def _pack(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """Autograd gets an alias: the tensor itself may hold the node that saves it."""

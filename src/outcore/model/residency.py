@@ -10,8 +10,10 @@ import torch
 
 from outcore.memory.ledger import Ledger
 from outcore.memory.refusal import allocating
+from outcore.model import closed
 from outcore.model.owners import Owners
 from outcore.model.saved.seam import Saved
+from outcore.model.singles import Singles
 from outcore.model.stage import Stage
 from outcore.model.unit import Unit
 from outcore.model.writes import Writes, refuse_assigned, refuse_filled
@@ -38,6 +40,7 @@ class Residency:
         ranks: Ranks,
         saved: Saved,
         owners: Owners,
+        singles: Singles,
     ) -> None:
         self._stage = stage
         self._gradients = gradients
@@ -48,10 +51,16 @@ class Residency:
         self._ranks = ranks
         self._saved = saved
         self._owners = owners
+        self._singles = singles
         self._uses: dict[Unit, AbstractContextManager[None]] = {}
         self._views: dict[Unit, Sequence[torch.Tensor]] = {}
         self._staged: set[Unit] = set()
         self._writes = Writes()
+
+    def heed(self, unit: Unit) -> None:
+        """What was written to it outside is its value from now on, and its version says so."""
+        if not unit.opened:
+            self._singles.take(unit)
 
     def enter(self, unit: Unit, phase: Phase) -> None:
         """Open a unit: its parameters have their values until the matching `leave`."""
@@ -73,6 +82,7 @@ class Residency:
     def _open(self, unit: Unit, phase: Phase) -> None:
         if self._stage.lasting:
             refuse_assigned(unit)
+        self._singles.take(unit)
         needs = unit.parameter_chunks
         self._saved.sweep()
         if phase == "backward":
@@ -86,6 +96,7 @@ class Residency:
             self._saved.opened(unit)
         if unit not in self._views:
             self._views[unit] = self._stage.views(unit)
+        closed.opened(unit)
         for binding, tensor in zip(unit.bindings, self._views[unit], strict=True):
             binding.parameter.data = tensor
         self._owners.enter(unit)
@@ -111,6 +122,7 @@ class Residency:
             self._owners.leave(unit)
             for binding in unit.bindings:
                 binding.parameter.data = binding.resting
+            closed.closed(unit)
             self._uses.pop(unit).__exit__(None, None, None)
             self._put_down(unit)
             self._gauge.window(("closed", unit.index))
@@ -127,7 +139,8 @@ class Residency:
         """Inside, parameters change: what is open is put down, and taken up again as the step leaves it."""
         held = [unit for unit in self._uses if unit in self._staged]
         if self._stage.lasting:
-            refuse_filled(self._views)
+            refuse_filled(self._views, self._singles.has)
+        self._singles.take_all()
         for unit in held:
             self._put_down(unit)
         try:

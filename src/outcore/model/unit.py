@@ -21,7 +21,7 @@ class Binding:
     Attributes:
         name: the parameter's full name.
         resting: what the parameter reads as while its unit is closed: one NaN, expanded to its shape, so that
-            a use outside of a guard is loud and a write raises.
+            a use outside of a guard is loud and a write raises. Of one element: see `outcore.model.singles`.
     """
 
     name: str
@@ -77,7 +77,8 @@ class Unit:
 
 
 def resting(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A NaN of the given shape that occupies one element."""
+    """A NaN of the given shape that occupies one element: of what has no more than one, an ordinary tensor."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 1  # integers know no NaN
     with allocating_on_device("what stands for a parameter", dtype.itemsize):
-        return torch.full((), value, dtype=dtype, device=device).expand(shape)
+        one = torch.full((), value, dtype=dtype, device=device)
+        return one.view(shape) if shape.numel() == 1 else one.expand(shape)

@@ -12,9 +12,10 @@ that NaN is not looked at: reading it would wait for all that the device does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from outcore.errors import StateError
+from outcore.model.closed import directly
 from outcore.model.unit import Binding, Unit
 
 
@@ -46,29 +47,34 @@ def refuse_assigned(unit: Unit) -> None:
     Raises:
         StateError: a parameter of a closed unit was given another tensor; it has its own again.
     """
-    for binding in unit.bindings:
-        if binding.parameter.data_ptr() != binding.resting.data_ptr():
-            binding.parameter.data = binding.resting
-            raise _lost(binding)
+    with directly():
+        for binding in unit.bindings:
+            if binding.parameter.data_ptr() != binding.resting.data_ptr():
+                binding.parameter.data = binding.resting
+                raise lost(binding)
 
 
-def refuse_filled(units: Iterable[Unit]) -> None:
+def refuse_filled(units: Iterable[Unit], shown: Callable[[Binding], bool]) -> None:
     """
+    Args:
+        shown: whether a closed parameter may show its value; see `outcore.model.singles`.
+
     Raises:
         StateError: what a closed parameter shows was overwritten; it is a NaN again.
     """
     for unit in units:
         for binding in unit.bindings if not unit.opened else ():
-            shown = binding.resting
-            if shown.device.type != "cpu" or not shown.numel() or not shown.is_floating_point():
+            stands = binding.resting
+            if stands.device.type != "cpu" or not stands.numel() or not stands.is_floating_point():
                 continue
-            value = shown.as_strided((), ())
-            if not value.isnan():
+            value = stands.as_strided((), ())
+            if not shown(binding) and not value.isnan():
                 value.fill_(float("nan"))
-                raise _lost(binding)
+                raise lost(binding)
 
 
-def _lost(binding: Binding) -> StateError:
+def lost(binding: Binding) -> StateError:
+    """What to raise for a write that nobody took."""
     return StateError(
         f"{binding.name} was written to while its values were elsewhere (p.data = ..., zero_, nn.init), so nothing "
         "became of it: change it between steps by outcore.change(model, function)"

@@ -33,6 +33,7 @@ from outcore.model.placement import wants_fp32
 from outcore.model.policies import Activations, offloads
 from outcore.model.residency import Residency
 from outcore.model.saved.seam import NothingSaved, Saved
+from outcore.model.singles import Singles
 from outcore.model.slices.heads import slice_loss
 from outcore.model.trees import tensors_of
 from outcore.model.unit import Unit
@@ -233,7 +234,8 @@ def _hang(
     saver = TracedSaver(recorder, model, on_host) if any(map(offloads, ways.values())) else None
     saved: Saved = saver or NothingSaved()
     gauge: Any = recorder
-    residency = Residency(here, clock, here, gauge, updates, Ledger(), Alone(), saved, Owners())
+    singles = Singles((), here, updates, here, None, True)  # a trace shows no values
+    residency = Residency(here, clock, here, gauge, updates, Ledger(), Alone(), saved, Owners(), singles)
     backward = BackwardPass(residency, recorder.complete)
     blocks = [i for p in points if p.block for i in p.units]
     recorder.last_block = max(blocks, default=-1)
