@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import outcore
 from engine.twin import Run, assert_idle, floats, same, spread
 from exact.shapes import Stack
-from outcore.errors import ModelError
+from outcore.errors import ModelError, StateError
 
 ROOMY = outcore.Budget(host="64MiB")
 
@@ -176,3 +178,12 @@ def test_after_release_they_are_ordinary_again() -> None:
     for parameter in run.model.parameters():
         assert type(parameter) is nn.Parameter
         assert "_outcore" not in vars(parameter)
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, pickle.dumps])
+def test_a_closed_parameter_is_not_copied(copies: Callable[[nn.Parameter], object]) -> None:
+    with spread(budget=ROOMY) as run:
+        run.train(0)
+        for one in (run.model, next(run.model.parameters())):
+            with pytest.raises(StateError, match="can't be copied or pickled"):
+                copies(one)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from outcore.errors import ModelError
+from outcore.errors import ModelError, StateError
 from outcore.model.unit import Unit
 
 Read = Callable[[], None]
@@ -119,11 +119,24 @@ class Closed(nn.Parameter):
                 raise used_outside(closed[0]._outcore[0])
             return found
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise copied()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise copied()
+
     def _look(self) -> None:
         _, told, arguments = self._outcore
         read = None if told is None else told()
         if read is not None:
             read(*arguments)
+
+
+def copied() -> StateError:
+    """What to raise where a model or a parameter would be copied without its values."""
+    return StateError(
+        "an offloaded model can't be copied or pickled, its parameters are elsewhere: use outcore.weights(model)"
+    )
 
 
 def used_outside(name: str) -> ModelError:

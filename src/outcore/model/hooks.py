@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.errors import ModelError, StateError
+from outcore.errors import ModelError
 from outcore.memory.refusal import allocating
 from outcore.model.backward import BackwardPass, Call
+from outcore.model.closed import copied
 from outcore.model.graph import next_sequence_number
 from outcore.model.residency import Residency
 from outcore.model.trees import change_everywhere, tensors_of
@@ -60,9 +61,7 @@ class PointHooks:
             handle.remove()
 
     def __reduce__(self) -> Any:
-        raise StateError(
-            "an offloaded model can't be copied or pickled, its parameters are elsewhere: use outcore.weights(model)"
-        )
+        raise copied()
 
     @allocating("a call of a module")
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.errors import StateError
 from outcore.memory.refusal import allocating, allocating_on_device
 from outcore.model.backward import BackwardPass
+from outcore.model.closed import copied
 from outcore.model.trees import change_tensors, tensors_of
 from outcore.model.turns import Turn
 from outcore.model.units import Point
@@ -93,9 +93,7 @@ class Laps:
             ]
 
     def __reduce__(self) -> Any:
-        raise StateError(
-            "an offloaded model can't be copied or pickled, its parameters are elsewhere: use outcore.weights(model)"
-        )
+        raise copied()
 
     def abandon(self) -> None:
         """Close what a forward or a backward that raised left open."""

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from outcore.errors import ModelError, StateError
+from outcore.errors import ModelError
+from outcore.model.closed import copied
 from outcore.model.policies import Activations
 from outcore.model.slices.loss import summed_cross_entropy
 
@@ -116,9 +117,7 @@ class _SlicedLoss:
             del self._model._loss_function
 
     def __reduce__(self) -> Any:
-        raise StateError(
-            "an offloaded model can't be copied or pickled, its parameters are elsewhere: use outcore.weights(model)"
-        )
+        raise copied()
 
     # -- around the model -------------------------------------------------------------------------
 
