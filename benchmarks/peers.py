@@ -8,8 +8,10 @@ DeepSpeed may live in an environment of its own, which must see the same torch. 
     python benchmarks/peers.py --directory /nvme --quick --json peers.json
     python benchmarks/peers.py --directory /nvme --rounds 5 --deepspeed-python /opt/peers/bin/python --report
 
-outcore computes the head and the loss in slices, so that logits never exist whole, as it is made to
-(``--loss-slice 0`` without); its peers are given the settings that serve them best, and have none for this.
+Where states are on disk outcore computes the head and the loss in slices, so that logits never exist whole, which costs
+a fourth product of the head beside its three (``--loss-slice 0`` without). Where all is on the host it computes them
+whole, as its peers do (``--host-loss-slice``). They are given the settings that serve them best, and have none for
+this.
 
 The roofline of a step on disk is the larger of what the step takes with everything on the host, and the bytes it
 moved over the speeds that fio reaches in the same directory.
@@ -59,7 +61,6 @@ def contenders(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         "device": "cpu",
         "warm": options.warm,
         "steps": options.steps,
-        "loss_slice": options.loss_slice or None,
     }
     names = ["outcore, host", "torch", "fsdp2", "outcore, disk"]
     if has(options.deepspeed_python, "deepspeed"):
@@ -68,10 +69,10 @@ def contenders(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         print("deepspeed: not found (--deepspeed-python names the interpreter that has it)")
     names = [name for name in names if not options.only or name.split(",")[0] in options.only]
     print("found:", "; ".join(names))
-    disk = {"host": options.host_budget}
+    disk = {"budget": {"host": options.host_budget}, "loss_slice": options.loss_slice or None}
+    host = {"budget": HOST, "loss_slice": options.host_loss_slice or None}
     asked = {
-        name: {**common, "contender": name, "budget": disk if name == "outcore, disk" else HOST}
-        for name in names
+        name: {**common, "contender": name, **(disk if name == "outcore, disk" else host)} for name in names
     }
     for name in names if options.own_products else ():
         asked[name]["own_products"] = not name.startswith("outcore")
@@ -190,8 +191,9 @@ def parse() -> argparse.Namespace:
         "--loss-slice",
         type=int,
         default=128,
-        help="positions of a slice of outcore's head and loss, so that logits never exist whole; 0 for all at once",
+        help="positions of a slice of outcore's head and loss where states are on disk; 0 for all at once",
     )
+    parser.add_argument("--host-loss-slice", type=int, default=0, help="the same where all is on the host")
     parser.add_argument("--group", default="8GiB", help="the memory control group's limit")
     parser.add_argument("--generation-model", default="gpt2-large")
     parser.add_argument("--generation-group", default="1400MiB")
@@ -229,7 +231,10 @@ def main() -> None:
             scores |= take_turns(asked, place, options.rounds)
         ratios |= training_ratios(scores, speeds)
         own = "peers with their own products in bf16, " if options.own_products else ""
-        sliced = f"outcore's loss in slices of {options.loss_slice or 'all'} positions"
+        sliced = (
+            f"outcore's loss in slices of {options.loss_slice or 'all'} positions with a disk, of "
+            f"{options.host_loss_slice or 'all'} without"
+        )
         about["training"] = (
             f"{options.model}, batch {options.rows} x {options.tokens}, bf16 over fp32 masters, AdamW, norm clipped, "
             f"blocks recomputed, {sliced}, {own}{options.threads} threads, {limit}, "
