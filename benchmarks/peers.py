@@ -43,6 +43,9 @@ from sides.turns import Place, Score, take_turns
 HOST = {"host": "6GiB"}
 """Room for everything: no disk is used."""
 
+BOUND = "compute"
+"""No contender: forward and backward of bf16 weights, and nothing else. Nobody can be faster than that."""
+
 
 def has(python: str, package: str) -> bool:
     """Whether an interpreter finds a package."""
@@ -69,6 +72,7 @@ def contenders(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         print("deepspeed: not found (--deepspeed-python names the interpreter that has it)")
     names = [name for name in names if not options.only or name.split(",")[0] in options.only]
     print("found:", "; ".join(names))
+    names.append(BOUND)
     disk = {"budget": {"host": options.host_budget}, "loss_slice": options.loss_slice or None}
     host = {"budget": HOST, "loss_slice": options.host_loss_slice or None}
     asked = {
@@ -93,7 +97,7 @@ def disk_speeds(folder: Path, size: int) -> dict[str, float] | None:
 
 
 def training_ratios(scores: dict[str, Score], speeds: dict[str, float] | None) -> dict[str, float]:
-    """Tokens per second of outcore over those of the others; above 1 is faster."""
+    """Tokens per second of outcore over those of the others (above 1 is faster), and what computing alone allows."""
 
     def done(name: str) -> bool:
         return name in scores and bool(scores[name].turns)
@@ -104,6 +108,9 @@ def training_ratios(scores: dict[str, Score], speeds: dict[str, float] | None) -
         ("host_vs_deepspeed", "outcore, host", "deepspeed, host"),
         ("host_vs_fsdp2", "outcore, host", "fsdp2"),
         ("disk_vs_deepspeed", "outcore, disk", "deepspeed, disk"),
+        ("bound_vs_torch", BOUND, "torch"),
+        ("bound_vs_deepspeed_host", BOUND, "deepspeed, host"),
+        ("bound_vs_deepspeed_disk", BOUND, "deepspeed, disk"),
     ):
         if done(ours) and done(other):
             ratios[key] = scores[other].median("seconds") / scores[ours].median("seconds")
