@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,14 +17,24 @@ SHAPES = {shape.name: shape for shape in FAMILIES}
 NAMES = ("gpt2", "llama", "t5", "mixtral")
 
 
+def halved(*factors: tuple[Any, Any]) -> list[Any]:
+    """All settings of all models: each run takes the half in which every two values meet, `make test-long` the rest."""
+    found = []
+    for number, name in enumerate(NAMES):
+        for ones in itertools.product((0, 1), repeat=len(factors)):
+            values = [factor[one] for factor, one in zip(factors, ones, strict=True)]
+            rest = (number + sum(ones)) % 2
+            found.append(pytest.param(name, *values, marks=pytest.mark.slow if rest else ()))
+    return found
+
+
 def case(name: str, **settings: Any) -> Case:
     return Case(SHAPES[name].build, SHAPES[name].batch(0), **settings)
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("recomputes", [False, True], ids=["keep", "recompute"])
-@pytest.mark.parametrize("roomy", [False, True], ids=["tight", "roomy"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "roomy", "recomputes", "accumulate"), halved((False, True), (False, True), (1, 4))
+)
 def test_on_the_cpu(name: str, roomy: bool, recomputes: bool, accumulate: int, tmp_path: Path) -> None:
     run = case(name, roomy=roomy, recomputes=recomputes, accumulate=accumulate)
     limits = run.limits(run.subject())
@@ -35,9 +46,7 @@ def test_on_the_cpu(name: str, roomy: bool, recomputes: bool, accumulate: int, t
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("recomputes", [False, True], ids=["keep", "recompute"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "recomputes", "accumulate"), halved((False, True), (1, 4)))
 def test_on_a_device(name: str, recomputes: bool, accumulate: int, tmp_path: Path, emu: ModuleType) -> None:
     emu.configure(h2d_gbps=EMU.link_in / 1e9, d2h_gbps=EMU.link_out / 1e9)
     run = case(name, recomputes=recomputes, accumulate=accumulate, device="emu")
