@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -115,3 +117,29 @@ def test_a_part_that_is_frozen_and_a_module_called_twice() -> None:
     assert events.count(("gradient", 1)) == 1
     assert ("gradient", 0) not in events
     assert subject.facts.parameters == 2 * subject.facts.trained == 144
+
+
+class Asking(nn.Module):
+    """Asks whether all elements are something, again and again, and in between whether a number is another."""
+
+    answers: ClassVar[set[tuple[bool, bool]]] = set()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        found = self.inner(input)
+        number = found.detach().sum()
+        for _ in range(20):
+            every = bool((found == found).all())
+            self.answers.add((every, bool(number == 1)))
+        return found
+
+
+def test_an_answer_is_not_taken_for_that_of_a_tensor_that_is_gone() -> None:
+    """Storages that die leave their addresses to the next ones."""
+    model = Asking()
+    subject = Subject(model, outcore.AdamW(model.parameters()), {"input": torch.empty(2, 8)})
+    subject.trace(2, outcore.Activations())
+    assert Asking.answers == {(True, False)}

@@ -182,11 +182,13 @@ class Recorder(TorchDispatchMode):
             for leaf in tree_leaves((args, kwargs))
             if isinstance(leaf, torch.Tensor)
         }
-        for leaf in tree_leaves(result) if self._counts else ():
+        for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
-                if storage._cdata not in incoming and storage._cdata not in self._charged:
-                    self._charge(storage)
+                if storage._cdata not in incoming:
+                    self._holding.discard(storage._cdata)  # a new one, where one that is gone was
+                    if self._counts and storage._cdata not in self._charged:
+                        self._charge(storage)
         if func._overloadpacket is torch.ops.aten.all:
             self._holding.add(result.untyped_storage()._cdata)
         if not self._is_probing():
