@@ -49,6 +49,12 @@ ROOM = 4 << 30
 KINDS = ("host", "disk", "device")
 
 
+def precision(device: str) -> outcore.Precision:
+    """The emulated accelerator computes in fp32: where the processor has no instructions for bf16, it multiplies that in
+    plain loops, whose speed depends on what is transposed as no accelerator's does."""
+    return outcore.Precision("bf16" if device == "cpu" else "fp32")
+
+
 @dataclass(frozen=True)
 class Scale:
     """How large, and how long.
@@ -107,6 +113,7 @@ class Way:
         else:
             found["budget"] = replace(found["budget"], device=limits.device, host=limits.host)
             found |= {"activations": settings.activations, "chunk_size": settings.chunk_bytes}
+            found["precision"] = precision(device)
         outcore.offload(self.model, self._optimizer, device=device, **found)
         for _ in range(3):  # by then the order of uses is on record
             self._step()
@@ -133,6 +140,7 @@ def budgets(scale: Scale, kind: str) -> Limits:
         ids(SEQUENCES, scale.length, WORDS),
         device="emu" if kind == "device" else None,
         chunk=str(CHUNK),
+        precision=precision("emu" if kind == "device" else "cpu").compute,
     )
     low = case.least(case.subject())
     if kind == "host":
@@ -150,6 +158,7 @@ def compare(scale: Scale, kind: str, machine: Machine, folder: Path) -> dict[str
         lambda: gpt2(scale.layers, scale.width, WORDS),
         ids(SEQUENCES, scale.length, WORDS),
         device=None if device == "cpu" else device,
+        precision=precision(device).compute,
     )
     planner = Planner(whole.subject(), machine, limits)
     best = planner.best(SEQUENCES, 1, None, None, None, None, 1)  # as `outcore.plan`, with nothing named
