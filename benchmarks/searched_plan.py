@@ -50,8 +50,8 @@ KINDS = ("host", "disk", "device")
 
 
 def precision(device: str) -> outcore.Precision:
-    """The emulated accelerator computes in fp32: where the processor has no instructions for bf16, it multiplies that in
-    plain loops, whose speed depends on what is transposed as no accelerator's does."""
+    """The emulated accelerator computes in fp32: where the processor has no instructions for bf16, it multiplies that
+    in plain loops, whose speed depends on what is transposed as no accelerator's does."""
     return outcore.Precision("bf16" if device == "cpu" else "fp32")
 
 
