@@ -27,6 +27,14 @@ def test_the_shortest_step_is_the_fastest_and_of_equals_the_larger_micro_batch()
     assert fastest([slow, small, large]) is large
 
 
+def test_more_passes_must_be_faster_by_more_than_a_plan_is_off() -> None:
+    one, two = fit("recompute", 0.719), fit("recompute", 0.699, micro=4)
+    assert fastest([one, two]) is one
+    assert fastest([one, fit("recompute", 0.690, micro=4)]) is not one
+    wide = fit("recompute", 0.718, chunk=32)
+    assert fastest([one, wide, two]) is wide
+
+
 def test_what_is_kept_is_not_slower_to_compute_than_what_is_recomputed() -> None:
     kept, again = fit("keep", 0.203), fit("recompute", 0.152)
     assert seconds(kept, [kept, again]) == pytest.approx(0.152 * 3 / 4)
