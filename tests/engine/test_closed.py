@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import outcore
-from engine.twin import Run, assert_idle, floats, same, spread
+from engine.twin import Run, assert_idle, floats, same, seeded, spread
 from exact.shapes import Stack
 from outcore.errors import ModelError, StateError
 
@@ -187,3 +187,19 @@ def test_a_closed_parameter_is_not_copied(copies: Callable[[nn.Parameter], objec
         for one in (run.model, next(run.model.parameters())):
             with pytest.raises(StateError, match="can't be copied or pickled"):
                 copies(one)  # type: ignore[arg-type]
+
+
+def test_torch_func_works_in_gather_without_gradients_around_it() -> None:
+    def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+        def loss(values: dict[str, torch.Tensor]) -> torch.Tensor:
+            return sum(value.pow(2).sum() for value in values.values())  # type: ignore[return-value]
+
+        return torch.func.grad(loss)({name: p.detach() for name, p in model.named_parameters()})
+
+    expected = gradients(seeded(lambda: Stack(3)))
+    with spread(lambda: Stack(3), precision="fp32", budget=ROOMY) as run:
+        with torch.no_grad(), outcore.gather(run.model):
+            found = gradients(run.model)
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert torch.equal(found[name], gradient), name
