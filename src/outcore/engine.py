@@ -111,12 +111,7 @@ class Engine:
         roomy = 2 * found.total <= limits.host
         self.gauge = site.gauge(self.stage, self.pool, self.ledger, roomy, self.misuse.refuse_resting)
         self.owners = Owners()
-        self.saver: SavedTensors | None = None
-        if any(map(offloads, self.ways.values())):
-            carrier = site.carrier(self.pool, self.ledger)
-            self.saver = SavedTensors(
-                carrier, self.pool, self.stage.device, self.units, self.owners, model.buffers
-            )
+        self.saver = self._saver(site)
         self.saved: Saved = self.saver or NothingSaved()
         here = self.ranks.size == 1 and self.stage.lasting
         self.singles = Singles(self.units, self.stage, self.updates, self.pool, self.rule, here)
@@ -142,6 +137,15 @@ class Engine:
         ending.enter(self)
 
     # -- construction -----------------------------------------------------------------------------
+
+    def _saver(self, site: Site) -> SavedTensors | None:
+        """What keeps activations on other tiers, if any block wants that."""
+        if not any(map(offloads, self.ways.values())):
+            return None
+        carrier = site.carrier(self.pool, self.ledger)
+        return SavedTensors(
+            carrier, self.pool, self.stage.device, self.units, self.owners, self.model.buffers
+        )
 
     def fill(self, source: weights_of.Source) -> None:
         """Write the first values, unit by unit; afterwards the model itself holds its buffers alone."""
