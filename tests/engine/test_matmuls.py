@@ -120,6 +120,14 @@ def test_products_added_in_place(
     assert len(widened) == 1
 
 
+def test_a_product_added_to_a_row_of_where_it_goes(dtype: torch.dtype) -> None:
+    """More rows than a block has: the row is written before the last of them is computed."""
+    a, b = drawn(600, 40, dtype=dtype), drawn(40, 20, dtype=dtype, seed=1)
+    out = drawn(600, 20, dtype=dtype, seed=2)
+    expected = torch.addmm(out[0].clone(), a, b)
+    assert torch.equal(torch.addmm(out[0], a, b, out=out), expected)
+
+
 def test_a_product_added_to_an_operand_of_its_own(dtype: torch.dtype) -> None:
     own, other = drawn(33, 33, dtype=dtype), drawn(33, 33, dtype=dtype, seed=1)
     expected = torch.addmm(own, own, other), torch.addmm(own, other, own)

@@ -223,7 +223,8 @@ def _multiply(
     alpha: Any = 1,
 ) -> torch.Tensor:
     """Put ``beta * bias + alpha * (a @ b)`` of two matrices, or two batches of them, into ``out``, block by block."""
-    if any(out.untyped_storage().data_ptr() == each.untyped_storage().data_ptr() for each in (a, b)):
+    read = [a, b] if bias is None or _is_same(bias, out) else [a, b, bias]
+    if any(out.untyped_storage().data_ptr() == each.untyped_storage().data_ptr() for each in read):
         # a block that is written may be read for the next one
         return out.copy_(_multiply(a, b, torch.empty_like(out), bias, beta, alpha))
     depth = a.shape[-1]
@@ -247,6 +248,11 @@ def _multiply(
                     acc.add_(bias[*some, rows, columns], alpha=beta)
                 out[*some, rows, columns] = acc
     return out
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether each element of one is the same memory as that of the other."""
+    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
 
 
 def _blocks(size: int, block: int) -> list[slice]:
