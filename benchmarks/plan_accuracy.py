@@ -35,7 +35,7 @@ from outcore.planning.outcome import Outcome
 from outcore.planning.replay import Clock
 from outcore.planning.this import Here
 from outcore.planning.timebook import Timebook
-from outcore.planning.timing import Rates, Replays, Timing
+from outcore.planning.timing import Replays, Timing
 from planning.accuracy import CPU, EMU, Case, measure, off, predict
 
 SHAPES = {shape.name: shape for shape in FAMILIES}
@@ -181,7 +181,7 @@ class Timed(Here):
     clock: Clock = time.perf_counter
 
     def timing(self) -> Timing:
-        return Rates(self) if self.device is not None else Replays(self, Timebook(), self.clock)
+        return Replays(self, Timebook(), self.clock, self.at)
 
 
 def times(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -195,7 +195,7 @@ def times(options: argparse.Namespace) -> list[dict[str, Any]]:
     found: dict[str, list[float]] = {label: [] for label in cases}
     planned: dict[str, list[Outcome]] = {label: [] for label in cases}
     for _ in range(options.rounds):
-        profiled = Here.of(profile(device, options.folder))
+        profiled = Here.of(profile(device, options.folder), device)
         print(
             f"profile: disk {profiled.disk_read / 1e9:.2f} GB/s read, {profiled.disk_write / 1e9:.2f} written, "
             f"{1e3 * profiled.turn:.2f} ms each transfer, {1e3 * profiled.use:.2f} each use; "

@@ -230,7 +230,9 @@ def main() -> None:
     for kind in kinds:
         device = "emu" if kind == "device" else "cpu"
         if device not in here:
-            here[device] = Timed(**vars(Here.of(profile(torch.device(device), options.folder))))
+            here[device] = Timed(
+                **vars(Here.of(profile(torch.device(device), options.folder), torch.device(device)))
+            )
         found.append(compare(scale, kind, here[device], options.folder))
         if options.json:
             options.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -5,23 +5,28 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import outcore
 from exact.families import FAMILIES
 from outcore.errors import UsageError
+from outcore.memory.device import Offers, free_bytes
 from outcore.memory.heap import USUAL, Rule
 from outcore.planning.recorder import Span
-from outcore.planning.replay import replay
+from outcore.planning.replay import HOST, Replayed, replay
 from outcore.planning.subject import Subject
 from outcore.planning.tape import Ran, Recording, Stretched, Tape
 from outcore.planning.this import Here
 from outcore.planning.timebook import Timebook
-from outcore.planning.timing import Rates, Replays
+from outcore.planning.timing import Rates, Replays, work_of
 from outcore.planning.work import Work
 from planning.accuracy import CPU, Case, predict
 
@@ -69,7 +74,9 @@ def test_a_tape_has_the_operators_that_were_counted_and_runs(activations: outcor
     assert sum(not e.func.is_view and e.func not in free for e in ran) == counted - asked
     state = torch.get_rng_state()
     for tape in tapes(found):
-        assert replay(tape, Counted()) == 1.0  # from the look before a round to the one after it
+        assert replay(tape, Counted()) == Replayed(
+            1.0, []
+        )  # from the look before a round to the one after it
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -223,22 +230,64 @@ def test_a_plan_for_the_machine_at_hand_runs_what_it_computes(
     slow = replace(CPU, flops={"bf16": 1e6}, host=64 << 30)  # by rates a step takes minutes
     rated = predict(case, limits, slow)
     calls = itertools.count(1)
-    monkeypatch.setattr("outcore.planning.timing.replay", lambda tape, clock: 1e-3 * next(calls))
+    monkeypatch.setattr("outcore.planning.timing.replay", lambda *arguments: Replayed(1e-3 * next(calls)))
     monkeypatch.setattr("outcore.planning.timing.LONGEST", 1e9)
-    run = predict(case, limits, Here.of(slow))
+    run = predict(case, limits, Here.of(slow, HOST))
     assert 0 < run.compute < rated.compute / 10
     count = next(calls)
     assert (tmp_path / "outcore" / "spans.json").is_file()
-    assert predict(case, limits, Here.of(slow)).compute == run.compute
+    assert predict(case, limits, Here.of(slow, HOST)).compute == run.compute
     assert next(calls) == count + 1  # all of it was known
 
 
-def test_an_accelerator_is_rated() -> None:
-    there = replace(CPU, device=1 << 30, link_in=1e9, link_out=1e9)
-    assert isinstance(Here.of(there).timing(), Rates)
-    assert Here.of(there).sized(host=1 << 30).host == 1 << 30
+@pytest.mark.emulated
+def test_on_an_accelerator_spans_run_there(monkeypatch: pytest.MonkeyPatch, emu: ModuleType) -> None:
+    there = Here.of(replace(CPU, device=1 << 30, link_in=1e9, link_out=1e9), torch.device("emu", 0))
+    assert isinstance(there.timing(), Replays)
+    found = tapes(spans(outcore.Activations("recompute")))
+    before, drawn = free_bytes(torch.device("emu")), torch.emu.get_rng_state()
+    for tape in found:
+        seen: set[str] = set()
+
+        def spy(*args: Any, ran: Any, seen: set[str] = seen, **kwargs: Any) -> Any:
+            seen.update(leaf.device.type for leaf in tree_leaves((args, kwargs)) if hasattr(leaf, "device"))
+            return ran(*args, **kwargs)
+
+        watched = [
+            e._replace(func=partial(spy, ran=e.func)) if isinstance(e, Ran) else e for e in tape.events
+        ]
+        assert replay(Tape(watched), Counted(), torch.device("emu")) == Replayed(1.0, [])
+        assert seen <= {"emu"}
+    assert torch.equal(drawn, torch.emu.get_rng_state())
+    assert free_bytes(torch.device("emu")) == before
+
+
+def test_what_a_device_lacks_is_rated_and_the_rest_runs() -> None:
+    tape, recording = Tape(), Recording()
+    x, y = torch.zeros(64, 64), torch.zeros(64, 64)
+
+    def lacking(*args: object) -> object:
+        raise NotImplementedError("no kernel")
+
+    recording.ran(tape, torch.ops.aten.mm.default, (x, x), {}, y)
+    tape.events[0] = tape.events[0]._replace(func=lacking)  # type: ignore[union-attr]
+    recording.ran(tape, torch.ops.aten.neg.default, (y,), {}, torch.zeros(64, 64))
+    found = replay(tape, Counted())
+    assert found.seconds == 1.0
+    assert found.lacking == [tape.events[0]]
+    missing = Ran(torch.ops.aten.mm.default, *tape.events[0][1:])  # type: ignore[misc]
+    work = work_of([missing])
+    assert work.flops == {"fp32": 2 * 64**3}
+    assert work.operands == 3 * x.nbytes
+
+
+def test_where_operators_are_only_noted_down_they_are_rated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outcore.planning.this.offers", lambda device: Offers(False, False, False))
+    there = Here.of(replace(CPU, device=1 << 30, link_in=1e9, link_out=1e9), torch.device("xla", 0))
+    assert isinstance(there.timing(), Rates)
+    assert there.sized(host=1 << 30).host == 1 << 30
     with pytest.raises(UsageError):
-        Here.of(CPU).sized(device=1)
+        Here.of(CPU, HOST).sized(device=1)
 
 
 def test_a_module_with_buffers_that_it_writes_can_be_run() -> None:
@@ -247,4 +296,4 @@ def test_a_module_with_buffers_that_it_writes_can_be_run() -> None:
     subject = Subject(model, outcore.AdamW(model.parameters()), batch, precision=precision)
     subject.taped = True
     found = subject.trace(5, outcore.Activations("keep")).spans
-    assert all(replay(tape, Counted()) == 1.0 for tape in tapes(found))
+    assert all(replay(tape, Counted()) == Replayed(1.0, []) for tape in tapes(found))

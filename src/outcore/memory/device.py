@@ -59,6 +59,14 @@ def free_bytes(device: torch.device) -> int:
     return int(free)
 
 
+def finish(device: torch.device) -> None:
+    """Wait until the device has done all that it was asked for."""
+    if device.type == xla.KIND:
+        xla.finish()
+    elif device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 @dataclass(frozen=True)
 class Offers:
     """What a kind of device can do, as found by trying.
@@ -119,7 +127,7 @@ class Streams:
 
     def finish(self) -> None:
         """Wait until the device has done all that it was asked for."""
-        torch.accelerator.synchronize(self.device)
+        finish(self.device)
 
 
 class NoStreams(Streams):
@@ -140,12 +148,6 @@ class NoStreams(Streams):
     def record(self, stream: torch.Stream) -> torch.Event:
         self.finish()
         return cast(torch.Event, _OVER)
-
-    def finish(self) -> None:
-        if self.device.type == xla.KIND:
-            xla.finish()
-        else:
-            super().finish()
 
     def bring(self, tensors: Sequence[torch.Tensor]) -> None:
         """Wait until tensors that were made from the host's are on the device."""

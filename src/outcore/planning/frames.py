@@ -1,4 +1,10 @@
-"""The device stage of `outcore.model.device_stage` on a virtual clock: frames, lifts, and gradients going down."""
+"""The device stage of `outcore.model.device_stage` on a virtual clock: frames, lifts, and gradients going down.
+
+[Note: Handling]
+Each piece that is copied keeps the training thread for a moment: it sees to it that the piece is there, asks for the
+copy, and lets it go. As long as the device has work this is hidden behind it. It is not where a copy can't begin before
+it was asked for, and where the thread waited for a copy with nothing left for the device to do.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +15,7 @@ from outcore.model.device_stage import AHEAD, AHEAD_TICKS
 from outcore.planning.cache import Cache, refused
 from outcore.planning.flow import Link, Piece
 from outcore.planning.route import Route
+from outcore.planning.updates import Job, Progress
 
 
 @dataclass(eq=False)
@@ -18,7 +25,7 @@ class Frame:
     Attributes:
         nbytes: without padding to pages.
         gradient: bytes of the gradient buffers of its runs.
-        due: whether its parameters are still to be updated.
+        updates: of its parameters, of the last step.
     """
 
     nbytes: int
@@ -26,8 +33,14 @@ class Frame:
     pieces: Sequence[Piece]
     here: bool = False
     opened: bool = False
-    due: bool = False
+    updates: Sequence[Job] = ()
     filled: float = 0.0
+
+    @property
+    def ready(self) -> bool:
+        """Whether a lift would wait for nothing."""
+        updated = all(job.progress is Progress.DONE for job in self.updates)
+        return updated and all(piece.ready for piece in self.pieces)
 
 
 @dataclass
@@ -47,6 +60,7 @@ class Frames:
     """Frames within the device budget.
 
     Attributes:
+        handling: seconds of the training thread for each piece that is copied; see [Note: Handling].
         peak: the most bytes the device held.
         waited: seconds that computing stood still for the link to the device, and for the one from it.
     """
@@ -57,6 +71,7 @@ class Frames:
     budget: int
     link_in: Link
     link_out: Link
+    handling: float = 0.0
     occupied: int = 0
     reserved: int = 0
     ahead: int = 0
@@ -135,10 +150,12 @@ class Frames:
         frame.here = True
         self._here += frame.nbytes
         self._touch()
+        asked = self.cache.now
         for piece in frame.pieces:
             self._settle(piece.nbytes)
             self.cache.bring((piece,))
-            self._lifting.append((self.link_in.send(piece.nbytes, self.cache.now), piece))
+            asked = max(asked, self.cache.now) + self.handling
+            self._lifting.append((self.link_in.send(piece.nbytes, asked), piece))
         frame.filled = self._lifting[-1][0] if self._lifting else self.cache.now
 
     def _settle(self, nbytes: int) -> None:
@@ -174,7 +191,7 @@ class Frames:
                 if uses == AHEAD:
                     return
                 continue
-            if frame.due or not all(piece.ready for piece in frame.pieces):
+            if not frame.ready:
                 return
             if not self._try_room(frame.nbytes + beside, position + distance):
                 return
@@ -198,13 +215,15 @@ class Frames:
             first: whether the pieces hold nothing yet.
             landed: called with the number of each piece that has.
         """
+        asked = self.cache.now
         for k, piece in enumerate(pieces):
             self._bound(piece.nbytes)
             if first:
                 self.cache.bring((piece,), fresh=True)
             else:
                 self.cache.borrow(piece.nbytes)
-            arrival = self.link_out.send(piece.nbytes, self.cache.now)
+            asked = max(asked, self.cache.now) + self.handling
+            arrival = self.link_out.send(piece.nbytes, asked)
             held = nbytes if k + 1 == len(pieces) else 0
             self._landing.append(_Landing(arrival, piece, first, held, k, landed))
         self.poll()
@@ -223,6 +242,7 @@ class Frames:
         if landing.arrival > self.cache.now:
             self.waited["device out"] += landing.arrival - self.cache.now
             self.cache.wait_until(landing.arrival)
+            self.cache.work(self.handling)
         self._land(landing)
 
     def _land(self, landing: _Landing) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outcore.memory.budget import DiskLimit
+from outcore.memory.device import finish
 from outcore.memory.disk import DiskTier
 from outcore.memory.host import reserve
 from outcore.memory.ledger import Ledger
@@ -103,18 +104,13 @@ def measure(
 def mean(work: Callable[[], object], device: torch.device) -> float:
     """Seconds that some work takes on average over `SPAN`, after it was done once."""
     work()
-    _finish(device)
+    finish(device)
     count, start = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - start) < SPAN or count < ROUNDS:
         work()
-        _finish(device)
+        finish(device)
         count += 1
     return elapsed / count
-
-
-def _finish(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def products(dtype: torch.dtype, device: torch.device) -> float:
@@ -140,7 +136,7 @@ def product(device: torch.device) -> Callable[[], object]:
 
     def work() -> None:
         torch.mm(a, b)
-        _finish(device)
+        finish(device)
 
     return work
 

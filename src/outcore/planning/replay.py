@@ -1,14 +1,22 @@
-"""Runs tapes with real tensors and takes their time."""
+"""Runs tapes with real tensors and takes their time.
+
+[Note: What a device lacks]
+A step is traced on the CPU, whose fused attention is an operator that no accelerator has. What the device lacks is not
+run: tensors of the shapes on the tape stand for its results, and whoever asked is told what is missing from the time.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from outcore.memory.device import finish
+from outcore.model.draws import draws_kept
 from outcore.planning.tape import Died, Ran, Ref, Tape, refs
 
 ROUNDS = 5
@@ -20,47 +28,69 @@ SPAN = 1.2
 Clock = Callable[[], float]
 
 
-def replay(tape: Tape, clock: Clock = time.perf_counter) -> float:
-    """Seconds that a tape takes on the CPU, in the middle of several rounds.
+HOST = torch.device("cpu")
 
-    What a round leaves behind stays until the last: a run, too, has kept what the blocks before left, and results that
-    stay come from fresh pages while temporaries find those of the block before.
+
+@dataclass(frozen=True)
+class Replayed:
+    """What became of a tape.
+
+    Attributes:
+        seconds: that it took.
+        lacking: the operators that were not run, for the device has none of that kind.
+    """
+
+    seconds: float
+    lacking: Sequence[Ran] = ()
+
+
+def replay(tape: Tape, clock: Clock = time.perf_counter, device: torch.device = HOST) -> Replayed:
+    """How long a tape takes on a device, in the middle of several rounds.
+
+    On the CPU, what a round leaves behind stays until the last: a run, too, has kept what the blocks before left, and
+    results that stay come from fresh pages while temporaries find those of the block before. An accelerator keeps its
+    memory itself, and what is launched there is over when the clock is looked at.
 
     Raises:
         RuntimeError: an operator can't be run with made-up values.
     """
-    steps = [_Step(event) if isinstance(event, Ran) else event for event in tape.events]
+    steps = [_Step(event, device) if isinstance(event, Ran) else event for event in tape.events]
     outside = list(tape.outside())
     left: list[list[torch.Tensor]] = []
     found: list[float] = []
     begin = time.perf_counter()
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+    with draws_kept(device), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
         while len(found) < 3 or (len(found) <= ROUNDS and time.perf_counter() - begin < SPAN):
-            there = _Tensors(outside)
+            there = _Tensors(outside, device)
+            finish(device)
             start = clock()
             for step in steps:
                 if isinstance(step, Died):
                     there.drop(step.storage)
                 else:
                     step.run(there)
+            finish(device)
             found.append(clock() - start)
-            left.append(there.without(outside))
-    return statistics.median(found[1:])
+            if device.type == "cpu":
+                left.append(there.without(outside))
+    lacking = [step.ran for step in steps if isinstance(step, _Step) and step.lacks]
+    return Replayed(statistics.median(found[1:]), lacking)
 
 
 class _Tensors:
     """Real tensors in place of those of a tape."""
 
-    def __init__(self, outside: list[Ref]) -> None:
-        self._bases: dict[int, torch.Tensor] = {ref.storage: _made(ref) for ref in outside}
+    def __init__(self, outside: Sequence[Ref], device: torch.device) -> None:
+        self._bases: dict[int, torch.Tensor] = {ref.storage: _made(ref, device) for ref in outside}
         self._views: dict[int, dict[Ref, torch.Tensor]] = {}
+        self._device = device
 
     def get(self, ref: Ref) -> torch.Tensor:
         views = self._views.setdefault(ref.storage, {})
         found = views.get(ref)
         if found is None:
             base = self._bases[ref.storage]
-            flat = torch.empty(0, dtype=ref.dtype).set_(base.untyped_storage())
+            flat = torch.empty(0, dtype=ref.dtype, device=self._device).set_(base.untyped_storage())
             found = views[ref] = flat.as_strided(ref.shape, ref.stride, ref.offset)
         return found
 
@@ -68,11 +98,16 @@ class _Tensors:
         self._bases.setdefault(ref.storage, tensor)
         self._views.setdefault(ref.storage, {})[ref] = tensor
 
+    def stand_in(self, ref: Ref) -> None:
+        """Something of its shape, where nothing was computed."""
+        if ref.storage not in self._bases:
+            self._bases[ref.storage] = _made(ref, self._device)
+
     def drop(self, storage: int) -> None:
         self._bases.pop(storage, None)
         self._views.pop(storage, None)
 
-    def without(self, outside: list[Ref]) -> list[torch.Tensor]:
+    def without(self, outside: Sequence[Ref]) -> list[torch.Tensor]:
         """What was made and is still there."""
         for ref in outside:
             self.drop(ref.storage)
@@ -81,30 +116,45 @@ class _Tensors:
 
 
 class _Step:
-    """An operator, ready to be run."""
+    """An operator, ready to be run.
 
-    def __init__(self, ran: Ran) -> None:
-        self._func = ran.func
-        self._args = ran.args
-        self._kwargs = ran.kwargs
+    Attributes:
+        lacks: it was tried, and the device has none of that kind.
+    """
+
+    def __init__(self, ran: Ran, device: torch.device) -> None:
+        self.ran = ran
+        self.lacks = False
+        self._device = device
         self._result = list(refs(ran.result))
 
     def run(self, there: _Tensors) -> None:
-        result = self._func(
-            *[_real(arg, there) for arg in self._args],
-            **{name: _real(arg, there) for name, arg in self._kwargs.items()},
-        )
+        if self.lacks:
+            self._stand_in(there)
+            return
+        try:
+            result = self.ran.func(
+                *[self._real(arg, there) for arg in self.ran.args],
+                **{name: self._real(arg, there) for name, arg in self.ran.kwargs.items()},
+            )
+        except NotImplementedError:
+            self.lacks = True
+            self._stand_in(there)
+            return
         if self._result:
             for ref, tensor in zip(self._result, _tensors(result), strict=True):
                 there.put(ref, tensor)
 
+    def _stand_in(self, there: _Tensors) -> None:
+        for ref in self._result:
+            there.stand_in(ref)
 
-def _real(arg: Any, there: _Tensors) -> Any:
-    if isinstance(arg, Ref):
-        return there.get(arg)
-    if isinstance(arg, (list, tuple)):
-        return [_real(part, there) for part in arg]
-    return arg
+    def _real(self, arg: Any, there: _Tensors) -> Any:
+        if isinstance(arg, Ref):
+            return there.get(arg)
+        if isinstance(arg, (list, tuple)):
+            return [self._real(part, there) for part in arg]
+        return self._device if isinstance(arg, torch.device) else arg
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
@@ -115,9 +165,9 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     return []
 
 
-def _made(ref: Ref) -> torch.Tensor:
+def _made(ref: Ref, device: torch.device) -> torch.Tensor:
     """A storage with values that any operator takes: small numbers, the first row of any table, true."""
-    flat = torch.empty(ref.nbytes // ref.dtype.itemsize, dtype=ref.dtype)
+    flat = torch.empty(ref.nbytes // ref.dtype.itemsize, dtype=ref.dtype, device=device)
     if ref.dtype.is_floating_point:
         return flat.normal_(0.0, 0.02)
     return flat.fill_(1) if ref.dtype is torch.bool else flat.zero_()

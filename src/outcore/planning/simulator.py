@@ -118,6 +118,7 @@ class Simulation:
                 limits.device,
                 Link(machine.link_in),
                 Link(machine.link_out),
+                machine.use,
             )
         self._occupied = occupied
         self._compute = 0.0
@@ -125,7 +126,7 @@ class Simulation:
     # -- construction -----------------------------------------------------------------------------
 
     def _traffic(self) -> Traffic:
-        """On a device, what the host does about chunks hides behind the device's work."""
+        """What is done about pieces that a device computes with is counted where they are copied."""
         m = self._machine
         use = m.use if self._limits.device is None else 0.0
         return Traffic(m.disk_read, m.disk_write, m.turn, m.taxed, m.slowed, use)
@@ -239,10 +240,10 @@ class Simulation:
         for unit in sorted(self._jobs):
             every += self._jobs[unit]
         if self._frames is not None:
-            for frame, stores in zip(self._frames.frames, self._stores, strict=True):
+            for unit, (frame, stores) in enumerate(zip(self._frames.frames, self._stores, strict=True)):
                 if any(s.gradients for s in stores):
                     self._frames.free(frame)
-                    frame.due = True
+                    frame.updates = self._jobs[unit]
         self._updater.begin(every)
         if self.updates_at_once:
             self._settle(sorted(self._jobs))
@@ -262,8 +263,6 @@ class Simulation:
             if jobs is None:
                 continue
             self._updater.settle(jobs)
-            if self._frames is not None:
-                self._frames.frames[unit].due = False
 
     def _lap(self, position: int, turn: int, measured: bool) -> int:
         """One forward and backward. Returns the position of the next tick."""
@@ -344,6 +343,7 @@ class Simulation:
                 continue
             if self._frames is not None:
                 self._frames.buffer(s.buffer)
+                self._spend(2 * s.buffer / self._machine.compute_bandwidth)  # read, and written there
                 continue
             begun: set[int] = set()
             for k in (k for covered in s.arrivals for k in covered):

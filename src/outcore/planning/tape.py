@@ -161,5 +161,14 @@ def refs(tree: Any) -> Iterator[Ref]:
             yield from refs(part)
 
 
+def shapes_of(tree: Any) -> Any:
+    """Arguments with tensors that have a shape and nothing else."""
+    return tree_map_only(Ref, _shape_of, tree, is_leaf=_is_ref)
+
+
+def _shape_of(ref: Ref) -> torch.Tensor:
+    return torch.empty_strided(ref.shape, ref.stride, dtype=ref.dtype, device="meta")
+
+
 def _is_ref(node: Any) -> bool:
     return isinstance(node, Ref)

@@ -10,9 +10,10 @@ import torch
 
 from outcore.errors import UsageError
 from outcore.memory.budget import available_disk, host_capacity
-from outcore.memory.device import find, free_bytes
+from outcore.memory.device import find, free_bytes, offers
 from outcore.planning.machine import Machine
 from outcore.planning.machine_file import read
+from outcore.planning.replay import HOST
 from outcore.planning.timebook import Timebook
 from outcore.planning.timing import Replays, Timing
 
@@ -28,17 +29,24 @@ def profile_path() -> Path:
 
 @dataclass(frozen=True)
 class Here(Machine):
-    """A machine that is at hand: what its CPU computes is run rather than rated."""
+    """A machine that is at hand: what it computes is run rather than rated.
+
+    Attributes:
+        at: what computes.
+    """
+
+    at: torch.device = HOST
 
     @classmethod
-    def of(cls, machine: Machine) -> Here:
+    def of(cls, machine: Machine, at: torch.device) -> Here:
         """The same machine, known to be this one."""
-        return cls(**{field.name: getattr(machine, field.name) for field in fields(machine)})
+        return cls(**{field.name: getattr(machine, field.name) for field in fields(Machine)}, at=at)
 
     def timing(self) -> Timing:
-        if self.device is not None:
-            return super().timing()
-        return Replays(self, Timebook(profile_path().with_name("spans.json"), self.date))
+        if self.at.type != "cpu" and not offers(self.at).storages:
+            return super().timing()  # where operators are only noted down, there is nothing to run one by one
+        book = Timebook(profile_path().with_name("spans.json"), self.date)
+        return Replays(self, book, device=self.at)
 
 
 def sizes(device: torch.device, folder: str | os.PathLike[str] | None) -> tuple[int | None, int, int]:
@@ -71,7 +79,9 @@ def this(folder: str | os.PathLike[str] | None = None, device: torch.device | No
         raise UsageError(
             f"the profile in {path} is of another device: run outcore profile --device {device.type} again"
         )
-    return replace(Here.of(found), device=on_device, host=host, disk=found.disk if folder is None else disk)
+    return replace(
+        Here.of(found, device), device=on_device, host=host, disk=found.disk if folder is None else disk
+    )
 
 
 def _profiled(profile: Machine) -> torch.device:

@@ -1,4 +1,4 @@
-"""How long the spans of a traced step take: by a machine's rates, or by running them.
+"""How long the spans of a traced step take: by a machine's rates, or by running them where they would be run.
 
 [Note: Rates]
 A span's time is the time of its matrix products and its attention at the machine's rates, and of everything else at
@@ -13,14 +13,16 @@ found and cleared. What it keeps follows a run's budget (`outcore.memory.heap`),
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from outcore.memory.heap import USUAL, Rule, keep_little
 from outcore.planning.recorder import Span
-from outcore.planning.replay import Clock, replay
-from outcore.planning.tape import Tape
+from outcore.planning.replay import HOST, Clock, replay
+from outcore.planning.tape import Ran, Tape, shapes_of
 from outcore.planning.timebook import Timebook
 from outcore.planning.work import Work
 
@@ -63,19 +65,24 @@ class Rates:
 
 
 class Replays:
-    """By running each kind of span once on this machine's CPU; by rates, what can't be run.
+    """By running each kind of span once where this machine computes; by rates, what can't be run.
 
     Args:
         book: what was found before.
+        device: what computes.
     """
 
     taped = True
 
-    def __init__(self, machine: Machine, book: Timebook, clock: Clock = time.perf_counter) -> None:
+    def __init__(
+        self, machine: Machine, book: Timebook, clock: Clock = time.perf_counter, device: torch.device = HOST
+    ) -> None:
+        self._machine = machine
         self._rates = Rates(machine)
-        self._most = machine.host // SHARE
+        self._most = (machine.device or machine.host) // SHARE
         self._book = book
         self._clock = clock
+        self._device = device
         self._rule = USUAL
 
     @contextmanager
@@ -98,14 +105,23 @@ class Replays:
             return rated  # an operator that made-up values don't suit, or more memory than there is
 
     def _run(self, tape: Tape) -> float:
-        signature = f"{tape.signature} {self._rule.mapped} {self._rule.kept}"
+        signature = f"{tape.signature} {self._device} {self._rule.mapped} {self._rule.kept}"
         found = self._book.get(signature)
         if found is None:
             if tape.nbytes > self._most:
                 raise MemoryError
-            found = replay(tape, self._clock)
+            ran = replay(tape, self._clock, self._device)
+            found = ran.seconds + seconds_of(work_of(ran.lacking), self._machine)
             self._book.put(signature, found)
         return found
+
+
+def work_of(lacking: Sequence[Ran]) -> Work:
+    """What operators on a tape would compute."""
+    work = Work.none()
+    for ran in lacking:
+        work.note(ran.func, *map(shapes_of, (ran.args, ran.kwargs, ran.result)))
+    return work
 
 
 def seconds_of(work: Work, machine: Machine) -> float:
