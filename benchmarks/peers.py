@@ -8,10 +8,9 @@ DeepSpeed may live in an environment of its own, which must see the same torch. 
     python benchmarks/peers.py --directory /nvme --quick --json peers.json
     python benchmarks/peers.py --directory /nvme --rounds 5 --deepspeed-python /opt/peers/bin/python --report
 
-Where states are on disk outcore computes the head and the loss in slices, so that logits never exist whole, which costs
-a fourth product of the head beside its three (``--loss-slice 0`` without). Where all is on the host it computes them
-whole, as its peers do (``--host-loss-slice``). They are given the settings that serve them best, and have none for
-this.
+outcore computes the loss in slices and keeps the logits in bf16 meanwhile (``--logits recompute`` where they are not to
+exist whole: a fourth product of the head beside its three; ``--loss-slice 0`` and ``--host-loss-slice 0`` for a loss as
+one, as its peers have it). They are given the settings that serve them best, and have none for this.
 
 The roofline of a step on disk is the larger of what the step takes with everything on the host, and the bytes it
 moved over the speeds that fio reaches in the same directory.
@@ -73,8 +72,9 @@ def contenders(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     names = [name for name in names if not options.only or name.split(",")[0] in options.only]
     print("found:", "; ".join(names))
     names.append(BOUND)
-    disk = {"budget": {"host": options.host_budget}, "loss_slice": options.loss_slice or None}
-    host = {"budget": HOST, "loss_slice": options.host_loss_slice or None}
+    logits = {"logits": options.logits}
+    disk = {"budget": {"host": options.host_budget}, "loss_slice": options.loss_slice or None, **logits}
+    host = {"budget": HOST, "loss_slice": options.host_loss_slice or None, **logits}
     asked = {
         name: {**common, "contender": name, **(disk if name == "outcore, disk" else host)} for name in names
     }
@@ -197,10 +197,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--loss-slice",
         type=int,
-        default=128,
+        default=32,
         help="positions of a slice of outcore's head and loss where states are on disk; 0 for all at once",
     )
-    parser.add_argument("--host-loss-slice", type=int, default=0, help="the same where all is on the host")
+    parser.add_argument("--host-loss-slice", type=int, default=32, help="the same where all is on the host")
+    parser.add_argument(
+        "--logits",
+        choices=["keep", "recompute"],
+        default="keep",
+        help="what such slices do with their logits between forward and backward",
+    )
     parser.add_argument("--group", default="8GiB", help="the memory control group's limit")
     parser.add_argument("--generation-model", default="gpt2-large")
     parser.add_argument("--generation-group", default="1400MiB")
@@ -240,7 +246,7 @@ def main() -> None:
         own = "peers with their own products in bf16, " if options.own_products else ""
         sliced = (
             f"outcore's loss in slices of {options.loss_slice or 'all'} positions with a disk, of "
-            f"{options.host_loss_slice or 'all'} without"
+            f"{options.host_loss_slice or 'all'} without, logits: {options.logits}"
         )
         about["training"] = (
             f"{options.model}, batch {options.rows} x {options.tokens}, bf16 over fp32 masters, AdamW, norm clipped, "

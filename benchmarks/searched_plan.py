@@ -214,6 +214,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
     outcore.widen_matmuls()
     hf.logging.set_verbosity_error()
     scale = QUICK if options.quick else LONG

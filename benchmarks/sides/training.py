@@ -40,6 +40,7 @@ class Settings:
         disk: a folder for those that use one.
         ranks: how many processes train together; this one is ``RANK`` of the environment.
         loss_slice: positions of a slice of the head and the loss, for outcore; the others have no such setting.
+        logits: whether a loss in slices keeps its logits.
     """
 
     contender: str
@@ -50,6 +51,7 @@ class Settings:
     disk: str
     budget: dict[str, str]
     loss_slice: int | None = None
+    logits: str = "recompute"
     ranks: int = 1
 
     @property
@@ -192,7 +194,12 @@ class Outcore:
             self.optimizer,
             device=settings.device,
             budget=outcore.Budget(**settings.budget, disk=settings.disk if disk else None),
-            activations=outcore.Activations(way, microbatch=microbatch, loss_slice=settings.loss_slice),
+            activations=outcore.Activations(
+                way,
+                microbatch=microbatch,
+                loss_slice=settings.loss_slice,
+                logits=settings.logits if microbatch or settings.loss_slice else "recompute",  # type: ignore[arg-type]
+            ),
             sharding=outcore.Sharding(states),
         )
         self.update = 0.0

@@ -42,6 +42,8 @@ BAD = {
     "a sequence without a next token": (("--seq-len", "1"), "--seq-len must be at least 2"),
     "a sequence too long": (("--seq-len", "129"), "128 positions"),
     "no micro-batch": (("--microbatch", "0"), "--microbatch must be at least 1"),
+    "logits without slices": (("--logits", "keep"), "--logits keep is for a loss in slices"),
+    "logits in an odd way": (("--logits", "offload"), "--logits is keep or recompute"),
     "slices of what is kept": (
         ("--microbatch", "1", "--activations", "keep"),
         "give --activations recompute",

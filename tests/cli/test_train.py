@@ -193,3 +193,6 @@ def test_a_batch_in_slices(tmp_path: Path) -> None:
     assert "activations: recompute in slices of 1 sequence, head and loss too" in " ".join(said.split())
     train(tmp_path, "whole", "--batch-size", 4)
     assert losses(tmp_path / "slices") == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
+    said = train(tmp_path, "kept", "--batch-size", 4, "--microbatch", 1, "--logits", "keep")
+    assert "head and loss too, logits kept" in " ".join(said.split())
+    assert losses(tmp_path / "kept") == pytest.approx(losses(tmp_path / "slices"), rel=1e-3)

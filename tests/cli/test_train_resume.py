@@ -14,6 +14,8 @@ from calling import outcore as call
 
 import outcore
 from outcore.cli.batches import Batches
+from outcore.cli.identity import check_run
+from outcore.errors import UsageError
 from outcore.report.metrics import Metrics
 from outcore.report.step import Step
 
@@ -207,6 +209,14 @@ OTHERS = {
     "precision": (("--precision", "fp32"), "--precision was bf16 and is fp32 now"),
     "model": (("--model", "gpt2"), "the model's n_embd was 64 and is 768 now"),
 }
+
+
+def test_a_run_of_before_logits_could_be_kept_multiplied_them_again() -> None:
+    model: dict[str, Any] = {"n_embd": 64}
+    stored = {"model": model, "flags": {"seed": 0}}
+    check_run(stored, {"model": model, "flags": {"seed": 0, "logits": "recompute"}}, Path("run"))
+    with pytest.raises(UsageError, match="--logits was recompute and is keep now"):
+        check_run(stored, {"model": model, "flags": {"seed": 0, "logits": "keep"}}, Path("run"))
 
 
 @pytest.mark.parametrize(("arguments", "expected"), OTHERS.values(), ids=OTHERS)

@@ -19,7 +19,7 @@ from outcore.errors import BudgetError, ModelError, UsageError
 from outcore.integrations.shapes import SHAPES, shape
 from outcore.planning.machine import DESCRIBED, Machine
 from outcore.planning.rehearsal import rehearse
-from outcore.planning.settings import Settings, candidates
+from outcore.planning.settings import Settings, candidates, dominates
 from outcore.planning.strategies import KINDS
 from planning.accuracy import CPU, EMU
 
@@ -158,6 +158,14 @@ def test_the_search_tries_what_it_may() -> None:
     assert {s.micro_batch for s in every} == {8, 4, 2, 1}
     assert all(s.micro_batch * s.accumulate == 8 for s in every)
     assert list(candidates(8, 4, [keep], 1 << 20)) == [Settings(4, 2, keep, 1 << 20)]
+    ways = [s.activations for s in candidates(8, 8, None, None, 1024, sliced_loss=True)]
+    assert ways[2:] == [
+        outcore.Activations("recompute", 1, logits="keep"),
+        outcore.Activations("recompute", 1),
+    ]
+    sliced, again = (Settings(8, 1, way, 8 << 20) for way in ways[2:])
+    assert not dominates(sliced, again)  # which holds less
+    assert dominates(sliced, replace(sliced, micro_batch=4, accumulate=2))
 
 
 def test_the_search_finds_the_fastest() -> None:

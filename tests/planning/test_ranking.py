@@ -28,11 +28,20 @@ def test_the_shortest_step_is_the_fastest_and_of_equals_the_larger_micro_batch()
 
 
 def test_more_passes_must_be_faster_by_more_than_a_plan_is_off() -> None:
-    one, two = fit("recompute", 0.719), fit("recompute", 0.699, micro=4)
+    one, two = fit("recompute", 0.6, waits=0.119), fit("recompute", 0.6, waits=0.099, micro=4)
     assert fastest([one, two]) is one
-    assert fastest([one, fit("recompute", 0.690, micro=4)]) is not one
-    wide = fit("recompute", 0.718, chunk=32)
+    assert fastest([one, fit("recompute", 0.6, waits=0.090, micro=4)]) is not one
+    wide = fit("recompute", 0.6, waits=0.118, chunk=32)
     assert fastest([one, wide, two]) is wide
+
+
+def test_more_passes_never_compute_less() -> None:
+    one, two = fit("recompute", 0.8, waits=0.078), fit("recompute", 0.6, waits=0.102, micro=4)
+    assert seconds(two, [one, two]) == pytest.approx(0.8 + 0.102)
+    assert seconds(one, [one, two]) == one.outcome.seconds
+    assert fastest([one, two]) is one
+    other = fit("keep", 0.9)  # computes something else
+    assert seconds(two, [other, two]) == two.outcome.seconds
 
 
 def test_what_is_kept_is_not_slower_to_compute_than_what_is_recomputed() -> None:

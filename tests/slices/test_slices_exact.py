@@ -42,6 +42,23 @@ def slices(rows: int, loss_slice: int | None = None) -> outcore.Activations:
     return outcore.Activations("recompute", microbatch=rows, loss_slice=loss_slice)
 
 
+@pytest.mark.parametrize("where", ["cpu", pytest.param("emu", marks=pytest.mark.emulated)])
+def test_kept_logits_are_those_of_training_in_memory(
+    where: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    shape = next(shape for shape in FAMILIES if shape.name == "gpt2")
+    activations = outcore.Activations("recompute", 1, loss_slice=7, logits="keep")
+    expected = in_memory(shape, Loop(), adamw, activations=activations)
+    device = "1GiB" if where == "emu" else None
+    if device is not None:
+        request.getfixturevalue("emu")
+    budget = outcore.Budget(device=device, host="14MiB", disk=tmp_path)
+    found = offloaded(
+        shape, Loop(), adamw, device=where, budget=budget, activations=activations, chunk_size="128KiB"
+    )
+    found.assert_equal(expected)
+
+
 def slices_of(shape: Shape) -> outcore.Activations:
     """Slices of two rows, and of seven positions where the loss can be cut."""
     return slices(2, 7 if shape.name in ("gpt2", "llama") else None)

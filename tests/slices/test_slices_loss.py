@@ -12,6 +12,7 @@ import torch
 import transformers as hf
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import outcore
 from exact.families import bert, gpt2, llama, t5, vit
@@ -77,7 +78,8 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("positions", [1, 7, 50, 1000])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_the_sum_and_its_gradients(positions: int, with_bias: bool) -> None:
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_sum_and_its_gradients(positions: int, with_bias: bool, keeps: bool) -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(50, 16, requires_grad=True), torch.randn(33, 16, requires_grad=True)
     bias = torch.randn(33, requires_grad=True) if with_bias else None
@@ -86,11 +88,41 @@ def test_the_sum_and_its_gradients(positions: int, with_bias: bool) -> None:
     inputs = [t for t in (hidden, weight, bias) if t is not None]
     expected = F.cross_entropy(F.linear(hidden, weight, bias), labels, reduction="sum")
     expected_gradients = torch.autograd.grad(expected * 0.3, inputs)
-    found = summed_cross_entropy(hidden, weight, bias, labels, -100, positions)
+    found = summed_cross_entropy(hidden, weight, bias, labels, -100, positions, keeps)
     found_gradients = torch.autograd.grad(found * 0.3, inputs)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     for a, b in zip(found_gradients, expected_gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_logits_serve_every_backward_and_save_a_product(dtype: torch.dtype) -> None:
+    """In fp32, too, where what backward makes of them must not be made in their place."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, 16).to(dtype).requires_grad_() for n in (40, 70))
+    labels = torch.randint(0, 70, (40,))
+    with _Products() as counted:
+        loss = summed_cross_entropy(hidden, weight, None, labels, -100, 10, True)
+    assert counted.flops == 2 * 40 * 70 * 16
+    with _Products() as counted:
+        first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    assert counted.flops == 2 * 2 * 40 * 70 * 16
+    second = torch.autograd.grad(loss, (hidden, weight))
+    again = summed_cross_entropy(hidden, weight, None, labels, -100, 10)
+    for a, b, c in zip(first, second, torch.autograd.grad(again, (hidden, weight)), strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, c, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+class _Products(FlopCounterMode):
+    """Counts operations of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__(display=False)
+
+    @property
+    def flops(self) -> int:
+        return self.get_total_flops()
 
 
 def test_against_double_precision() -> None:
@@ -116,14 +148,16 @@ def test_what_needs_no_gradient_gets_none() -> None:
 
 
 @MODELS
-@pytest.mark.parametrize("positions", [5, 24, 10_000])
-def test_models_give_the_loss_and_gradients_of_transformers(build: Any, positions: int) -> None:
+@pytest.mark.parametrize(
+    ("positions", "logits"), [(5, "recompute"), (24, "keep"), (24, "recompute"), (10_000, "keep")]
+)
+def test_models_give_the_loss_and_gradients_of_transformers(build: Any, positions: int, logits: Any) -> None:
     model = made(build)
     assert slices_loss(model)
     loss = model(**batch()).loss
     loss.backward()
     expected = gradients(model)
-    undo = slice_loss(model, outcore.Activations(loss_slice=positions))
+    undo = slice_loss(model, outcore.Activations(loss_slice=positions, logits=logits))
     assert undo is not None
     output = model(**batch())
     assert output.loss.item() == pytest.approx(loss.item(), rel=1e-6)
@@ -244,6 +278,8 @@ def test_full_logits_never_exist() -> None:
     assert sliced < 2 * logits
     weight = 6000 * 32 * 2
     assert sliced < 4 * weight + 16 * part + (2 << 20)
+    kept = peak(wide, 8, 64, 6000, loss_slice=32, logits="keep")
+    assert sliced + logits < kept <= sliced + 2 * logits
 
 
 def test_microbatch_slices_the_loss_too(tmp_path: Path) -> None:

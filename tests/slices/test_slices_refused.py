@@ -232,8 +232,15 @@ def test_double_backward_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"microbatch": 2}, {"blocks": "recompute", "microbatch": 0}, {"loss_slice": -1}, {"loss_slice": True}],
+    [
+        {"microbatch": 2},
+        {"blocks": "recompute", "microbatch": 0},
+        {"loss_slice": -1},
+        {"loss_slice": True},
+        {"logits": "keep"},
+        {"loss_slice": 8, "logits": "offload"},
+    ],
 )
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=r"microbatch|loss_slice"):
+    with pytest.raises(UsageError, match=r"microbatch|loss_slice|logits"):
         outcore.Activations(**settings)

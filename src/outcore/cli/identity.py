@@ -17,7 +17,19 @@ if TYPE_CHECKING:
 PIECE = 1 << 22
 """Tokens that are read at once for the digest."""
 
-_FLAGS = ("seq_len", "batch_size", "accumulate", "optimizer", "clip", "precision", "seed", "microbatch")
+_FLAGS = (
+    "seq_len",
+    "batch_size",
+    "accumulate",
+    "optimizer",
+    "clip",
+    "precision",
+    "seed",
+    "microbatch",
+    "logits",
+)
+_BEFORE = {"logits": "recompute"}
+"""What runs did that did not say so yet."""
 _NOT_THE_MODEL = frozenset(
     {"_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype", "architectures"}
 )
@@ -57,9 +69,9 @@ def check_run(stored: dict[str, Any], now: dict[str, Any], path: Path) -> None:
     if not isinstance(model, dict) or not isinstance(flags, dict):
         raise UsageError(f"{path} was not written by outcore train: load it with outcore.load")
     found = [
-        f"--{flag.replace('_', '-')} was {flags.get(flag)} and is {value} now"
+        f"--{flag.replace('_', '-')} was {flags.get(flag, _BEFORE.get(flag))} and is {value} now"
         for flag, value in now["flags"].items()
-        if flags.get(flag) != value
+        if flags.get(flag, _BEFORE.get(flag)) != value
     ]
     keys = sorted((model.keys() | now["model"].keys()) - _NOT_THE_MODEL)
     found += [

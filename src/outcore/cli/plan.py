@@ -70,6 +70,7 @@ def _slices(settings: Settings, built: Built) -> str:
     if settings.microbatch is None:
         return ""
     loss = "head and loss too" if runs_loss_in_slices(built.model) else "head and loss as one"
+    loss += ", logits kept" if settings.logits == "keep" else ""
     plural = "" if settings.microbatch == 1 else "s"
     return f" in slices of {settings.microbatch} sequence{plural}, {loss}"
 

@@ -54,7 +54,7 @@ def searched(
         machine=machine,
         budget=outcore.Budget(device=limits.device, host=limits.host, disk=places or None),
         precision=outcore.Precision(settings.precision),  # type: ignore[arg-type]
-        activations=[read_activations(way, settings.microbatch) for way in ways],
+        activations=[read_activations(way, settings.microbatch, settings.logits) for way in ways],
         accumulate=settings.accumulate,
         micro_batch=settings.batch_size,
     )

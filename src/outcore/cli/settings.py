@@ -52,6 +52,7 @@ class Settings:
     sharding: str = "parameters"
     split: str = "even"
     sums: str = "backward"
+    logits: str = "recompute"
 
     def __post_init__(self) -> None:
         options.at_least(2, seq_len=self.seq_len)
@@ -68,6 +69,10 @@ class Settings:
                 raise UsageError(
                     "--microbatch works on recomputed blocks: give --activations recompute, or leave it out"
                 )
+        if self.logits not in ("keep", "recompute"):
+            raise UsageError(f"--logits is keep or recompute, and is {self.logits!r}")
+        if self.logits == "keep" and self.microbatch is None:
+            raise UsageError("--logits keep is for a loss in slices: give --microbatch, or leave it out")
         if self.lr is not None and not (self.lr > 0 and math.isfinite(self.lr)):
             raise UsageError(f"--lr must be above 0, and is {self.lr}")
         if not (self.clip >= 0 and math.isfinite(self.clip)):

@@ -41,6 +41,7 @@ def train(
     activations: own.Activations = None,
     plan: own.Plan = "none",
     microbatch: own.SliceRows = None,
+    logits: own.Logits = "recompute",
     seed: options.Seed = 0,
     log_dir: own.LogDir = None,
     trace_steps: own.TraceSteps = TRACED,
@@ -72,6 +73,7 @@ def train(
             precision=precision,
             activations=activations,
             microbatch=microbatch,
+            logits=logits,
             plan=plan,
             seed=seed,
             log_dir=log_dir or checkpoint or _named(model),
@@ -126,7 +128,7 @@ def run_rank(settings: Settings, launch: Launch) -> None:
         device=settings.device_memory, host=settings.host_memory, disk=settings.disk or None
     )
     precision = outcore.Precision(settings.precision)  # type: ignore[arg-type]
-    activations = read_activations(settings.activations or "recompute", settings.microbatch)
+    activations = read_activations(settings.activations or "recompute", settings.microbatch, settings.logits)
     found = recipe(settings.optimizer)
     check_writable(settings.log_dir, "log")
     traced = parse_steps(settings.trace_steps, settings.steps)

@@ -57,6 +57,15 @@ Plan = Annotated[
     ),
 ]
 
+Logits = Annotated[
+    str,
+    typer.Option(
+        metavar="WAY",
+        help="recompute or keep the logits of a head that runs in slices (--microbatch): keep takes 2 bytes for each "
+        "in 16 bits and saves one of four products of the head's size.",
+    ),
+]
+
 SliceRows = Annotated[
     int | None,
     typer.Option(

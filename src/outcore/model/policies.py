@@ -14,6 +14,8 @@ from outcore.errors import UsageError
 PrecisionName = Literal["bf16", "fp16", "fp32"]
 ActivationsName = Literal["keep", "recompute", "offload", "recompute+offload"]
 
+LogitsName = Literal["keep", "recompute"]
+
 WAYS: tuple[ActivationsName, ...] = get_args(ActivationsName)
 
 Units = Mapping[str, ActivationsName] | Callable[[str], ActivationsName | None]
@@ -67,6 +69,9 @@ class Activations:
         loss_slice: positions (rows times tokens) of a slice of the head and the cross-entropy, for causal
             language models of transformers that outcore knows; the logits of a batch then never exist whole.
             By default as many as the tokens of a ``microbatch``, and none if there is none.
+        logits: what a loss in slices does with its logits between forward and backward. ``"recompute"``: they are
+            multiplied again. ``"keep"``: they stay, in the dtype they are computed in (2 bytes each in 16 bits, where
+            a whole cross-entropy holds 10), and backward has three products of the head's size to do for four.
 
     Raises:
         UsageError: a setting that can't mean anything; a block that would not run in the slices of the others.
@@ -76,6 +81,7 @@ class Activations:
     microbatch: int | None = None
     loss_slice: int | None = None
     units: Units | tuple[tuple[str, ActivationsName], ...] = ()
+    logits: LogitsName = "recompute"
 
     def __post_init__(self) -> None:
         self._check_way(self.blocks)
@@ -92,6 +98,14 @@ class Activations:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"{name} must be a whole number of at least 1, and is {value!r}")
+        if self.logits not in get_args(LogitsName):
+            raise UsageError(
+                f"unknown way with logits {self.logits!r}; choose from {', '.join(get_args(LogitsName))}"
+            )
+        if self.logits == "keep" and self.microbatch is None and self.loss_slice is None:
+            raise UsageError(
+                'logits="keep" is for a loss in slices: give loss_slice=..., or leave it out (a whole loss keeps them)'
+            )
 
     def _check_slices(self, way: ActivationsName) -> None:
         if self.microbatch is not None and not recomputes(way):
@@ -139,7 +153,7 @@ def offloads(way: ActivationsName) -> bool:
     return way in ("offload", "recompute+offload")
 
 
-def read_activations(text: str, slice_rows: int | None = None) -> Activations:
+def read_activations(text: str, slice_rows: int | None = None, logits: str = "recompute") -> Activations:
     """Read what a command line says, as ``str(Activations(...))`` writes it: ``"offload,h.0=keep"``.
 
     Raises:
@@ -155,4 +169,4 @@ def read_activations(text: str, slice_rows: int | None = None) -> Activations:
                 "'offload,h.0=keep'"
             )
         units[name] = way  # type: ignore[assignment]  # checked by the policy
-    return Activations(first, slice_rows, units=units)  # type: ignore[arg-type]
+    return Activations(first, slice_rows, units=units, logits=logits)  # type: ignore[arg-type]

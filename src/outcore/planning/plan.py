@@ -119,6 +119,7 @@ class Plan:
                 "activations": str(self.activations),
                 "microbatch": self.activations.microbatch,
                 "loss_slice": self.activations.loss_slice,
+                "logits": self.activations.logits,
                 "chunk_bytes": self.chunk_bytes,
                 "micro_batch": self.micro_batch,
                 "accumulate": self.accumulate,

@@ -14,6 +14,7 @@ from outcore.errors import BudgetError, ModelError, UsageError
 from outcore.memory.budget import Budget, spare
 from outcore.memory.sizes import format_size, parse_size
 from outcore.model.policies import Activations, Precision
+from outcore.model.slices.heads import slices_loss
 from outcore.optim.optimizer import Optimizer
 from outcore.optim.optimizers import AdamW
 from outcore.planning.kept import Kept
@@ -229,7 +230,8 @@ class Planner:
         below = not self._on_host or self._limits.disk > 0
         for offloaded in (False, True) if below and activations is None else (False,):
             asks = (sequences, micro_batch, activations, chunk_bytes, self._subject.tokens)
-            for settings in candidates(*asks, offloaded) if not found else ():
+            sliced_loss = slices_loss(self._subject.model)
+            for settings in candidates(*asks, offloaded, sliced_loss) if not found else ():
                 if any(dominates(fit.settings, settings) for fit in found):
                     continue
                 found += self._fit(settings, found)

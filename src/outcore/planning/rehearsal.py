@@ -83,6 +83,9 @@ class Rehearsal:
     def _changes(self, limits: Limits) -> Iterator[str]:
         """Single changes that make it fit, the gentlest first; the first of each kind."""
         asked, rows = self._asked.activations, self._subject.batch_size
+        if asked.logits == "keep" and self._fits(rows, replace(asked, logits="recompute"), limits):
+            yield 'multiply logits again (logits="recompute")'
+            return
         if asked.blocks == "keep" and self._fits(rows, Activations("recompute"), limits):
             yield "recompute activations"
             return

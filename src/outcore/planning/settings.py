@@ -9,7 +9,8 @@ is no split to search for. What was fixed by the caller stays as it is. To offlo
 fits without: it costs links what recomputing costs the device that computes, and most steps wait for links.
 
 Of slices one size is tried for each pass: the fewest sequences with `SLICE_TOKENS`, for which matrix products are large
-enough; more would hold more and fetch no less.
+enough; more would hold more and fetch no less. The loss is in slices with them, where the model's can be: with its
+logits kept, which computes less, or multiplied again, which holds less.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ def said(activations: Activations) -> str:
     found = _SAID[activations.blocks]
     if activations.microbatch is not None:
         found += f" in slices of {activations.microbatch}"
+    if activations.logits == "keep":
+        found += ", logits kept"
     return f"{found}, single blocks otherwise" if activations.units else found
 
 
@@ -70,12 +73,14 @@ def candidates(
     chunk_bytes: int | None,
     tokens: int = 1,
     offloaded: bool = False,
+    sliced_loss: bool = False,
 ) -> Iterator[Settings]:
     """Settings to try, those that compute least first within each micro-batch, the largest micro-batch first.
 
     Args:
         offloaded: only ways that offload activations, in place of those that don't.
         tokens: of a sequence.
+        sliced_loss: whether the loss can run in slices.
     """
     sizes = [micro_batch] if micro_batch else _sizes(sequences)
     for size in sizes:
@@ -86,7 +91,9 @@ def candidates(
         else:
             ways = [Activations("keep"), Activations("recompute")]
             part = slice_rows(size, tokens)
-            ways += [] if part is None else [Activations("recompute", part)]
+            if part is not None:
+                kept = [Activations("recompute", part, logits="keep")] if sliced_loss else []
+                ways += [*kept, Activations("recompute", part)]
         for way in ways:
             yield Settings(size, sequences // size, way, chunk_bytes or CHUNK_SIZES[0])
 
@@ -116,7 +123,7 @@ def dominates(known: Settings, other: Settings) -> bool:
     sliced = mine.microbatch is not None
     return (
         known.chunk_bytes == other.chunk_bytes
-        and replace(mine, microbatch=None) == replace(others, microbatch=None)
         and sliced == (others.microbatch is not None)
+        and replace(mine, microbatch=others.microbatch) == others
         and known.micro_batch > (1 if sliced else 2) * other.micro_batch
     )

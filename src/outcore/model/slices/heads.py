@@ -165,7 +165,10 @@ class _SlicedLoss:
             assert self._activations.microbatch is not None
             positions = self._activations.microbatch * hidden.shape[-2]
         flat = hidden.reshape(-1, hidden.shape[-1])
-        return summed_cross_entropy(flat, head.weight, head.bias, targets, expected.ignore_index, positions)
+        keeps = self._activations.logits == "keep"
+        return summed_cross_entropy(
+            flat, head.weight, head.bias, targets, expected.ignore_index, positions, keeps
+        )
 
     def _divide(
         self,
