@@ -20,10 +20,10 @@ from outcore.planning.minimum import needs
 from outcore.planning.outcome import Limits, Outcome
 from outcore.planning.passage import Passage
 from outcore.planning.planner import Planner
-from outcore.planning.route import Route
 from outcore.planning.settings import CHUNK_SIZES, Settings
 from outcore.planning.subject import Subject
 from outcore.planning.updates import Job, Updater
+from outcore.trace.schedule import Schedule
 from planning.accuracy import CPU, EMU, Case, measure, off, predict
 
 LLAMA = FAMILIES[1]
@@ -135,11 +135,15 @@ def test_a_module_that_is_never_called_is_planned(host: int) -> None:
     assert found.peak["host"] <= host
 
 
-def updater(budget: int, pieces: list[Piece], ticks: list[list[Piece]]) -> tuple[Cache, Updater, Route]:
-    route = Route([[(("update", k), tuple(needs)) for k, needs in enumerate(ticks)]], len(pieces))
-    cache = Cache(budget, 1 << 20, Traffic(100.0, 100.0), route)
+def updater(budget: int, ticks: list[list[Piece]]) -> tuple[Cache, Updater, Schedule]:
+    """A pool whose laps are of these ticks, numbered from 0: one is on record, and the next begins."""
+    cache = Cache(budget, 1 << 20, Traffic(100.0, 100.0))
     cache.beside = Updater(cache, 2.0)
-    return cache, cache.beside, route
+    cache.schedule.begin("lap")
+    for number, needs in enumerate(ticks):
+        cache.schedule.advance(number, needs)
+    cache.schedule.begin("lap")
+    return cache, cache.beside, cache.schedule
 
 
 def emptied(cache: Cache) -> None:
@@ -151,14 +155,13 @@ def emptied(cache: Cache) -> None:
 
 def test_the_thread_takes_room_only_from_what_is_needed_later() -> None:
     gradient, state, soon = (Piece(100, key) for key in range(3))
-    cache, thread, _ = updater(250, [gradient, state, soon], [[soon], [gradient, state]])
+    cache, thread, _ = updater(250, [[soon], [gradient, state]])
     for piece in (state, gradient, soon):
         cache.bring((piece,), fresh=True)
         cache.release((piece,))
     assert state.residence is not Residence.DIRTY  # it had to leave for the others
     cache.wait_until(10.0)
     thread.begin([Job(gradient, (state,), 1, 5.0)])
-    cache.advance(-1)
     cache.wait_until(20.0)
     assert soon.on_host  # needed sooner than the update: it stays, and the update waits
     assert not thread.busy
@@ -166,12 +169,12 @@ def test_the_thread_takes_room_only_from_what_is_needed_later() -> None:
 
 def test_an_update_done_ahead_is_not_foreseen_any_more() -> None:
     gradient, state, other = (Piece(100, key) for key in range(3))
-    cache, thread, route = updater(400, [gradient, state, other], [[other], [gradient, state]])
+    cache, thread, schedule = updater(400, [[other], [gradient, state]])
     for piece in (gradient, state):
         cache.bring((piece,), fresh=True)
         cache.release((piece,))
-    cache.advance(0)
-    assert route.next_use(state, 0) == 1
+    cache.tick(0, [other])
+    assert schedule.next_use(state) == 1
     job = Job(gradient, (state,), 1, 5.0)
     thread.begin([job])
     assert thread.busy
@@ -179,14 +182,14 @@ def test_an_update_done_ahead_is_not_foreseen_any_more() -> None:
     assert not thread.busy
     assert thread.seconds == 5.0
     assert gradient.residence is Residence.EMPTY
-    assert route.next_use(state, 0) == 3  # in the next step
+    assert schedule.next_use(state) == 3  # in the next step
     thread.settle([job])
     assert cache.now == 6.0
 
 
 def test_the_training_thread_does_what_the_other_has_not_begun_and_waits_for_the_rest() -> None:
     pieces = [Piece(10, key) for key in range(4)]
-    cache, thread, _ = updater(1000, pieces, [pieces[:2], pieces[2:]])
+    cache, thread, _ = updater(1000, [pieces[:2], pieces[2:]])
     cache.bring(pieces, fresh=True)
     cache.release(pieces)
     jobs = [Job(pieces[0], (pieces[1],), 0, 4.0), Job(pieces[2], (pieces[3],), 1, 4.0)]
@@ -198,28 +201,27 @@ def test_the_training_thread_does_what_the_other_has_not_begun_and_waits_for_the
 
 def test_no_more_than_a_quarter_is_read_ahead_but_for_the_next_two_ticks() -> None:
     pieces = [Piece(100, key) for key in range(6)]
-    cache, _, _ = updater(800, pieces, [[piece] for piece in pieces])
+    cache, _, _ = updater(800, [[piece] for piece in pieces])
     for piece in pieces:
         cache.bring((piece,), fresh=True)
         cache.release((piece,))
     emptied(cache)
-    cache.advance(0)
+    cache.tick(0, pieces[:1])
     assert [p.on_host for p in pieces] == [False, True, True, False, False, False]
     cache.wait_until(100.0)
     small = [Piece(100, key) for key in range(6)]
-    cache, _, _ = updater(800, small, [[small[0]], [small[1], small[2]], [small[3]], [small[4]], [small[5]]])
+    cache, _, _ = updater(800, [[small[0]], [small[1], small[2]], [small[3]], [small[4]], [small[5]]])
     for piece in small:
         cache.bring((piece,), fresh=True)
         cache.release((piece,))
     emptied(cache)
-    cache.advance(0)
+    cache.tick(0, small[:1])
     assert [p.on_host for p in small] == [False, True, True, True, False, False]
 
 
 def test_each_transfer_takes_its_turn_and_computing_slows_the_disk_as_the_disk_slows_computing() -> None:
-    first, second = Piece(100, 0), Piece(100, 1)
-    route = Route([[(("update", 0), (first,)), (("update", 1), (second,))]], 2)
-    cache = Cache(400, 1 << 20, Traffic(100.0, 100.0, turn=1.0, taxed=0.5, slowed=0.25), route)
+    first = Piece(100, 0)
+    cache = Cache(400, 1 << 20, Traffic(100.0, 100.0, turn=1.0, taxed=0.5, slowed=0.25))
     cache.bring((first,), fresh=True)
     cache.release((first,))
     emptied(cache)
@@ -236,8 +238,7 @@ def test_each_transfer_takes_its_turn_and_computing_slows_the_disk_as_the_disk_s
 
 def test_each_use_of_a_piece_takes_the_time_of_who_uses_it() -> None:
     first, second = Piece(100, 0), Piece(100, 1)
-    route = Route([[(("update", 0), (first,)), (("update", 1), (second,))]], 2)
-    cache = Cache(400, 1 << 20, Traffic(100.0, 100.0, use=0.25), route)
+    cache = Cache(400, 1 << 20, Traffic(100.0, 100.0, use=0.25))
     cache.bring((first, second), fresh=True)
     cache.release((first, second))
     assert cache.now == 0.0  # as long as there is room for all

@@ -1,13 +1,15 @@
 """The pool of `outcore.chunks.pool` on a virtual clock.
 
-What decides is the pool's own: what leaves and what is written behind (`outcore.chunks.room`), in which order
-(`outcore.chunks.replacers`), what is read ahead (`outcore.chunks.lookahead`), and who holds how much
-(`outcore.chunks.holdings`). Here are the transfers, which take time but move no bytes, and the waiting for them.
+What decides is the run's own: what is believed to come (`outcore.trace.schedule`), what leaves and what is written
+behind (`outcore.chunks.room`), in which order (`outcore.chunks.replacers`), what is read ahead
+(`outcore.chunks.lookahead`), and who holds how much (`outcore.chunks.holdings`). So a plan knows no more of the future
+than a run: nothing in the first laps of a kind, and then what was on record. Here are the transfers, which take time
+but move no bytes, and the waiting for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from outcore.chunks.chunk import Chunk, Residence
 from outcore.chunks.holdings import Holdings
@@ -17,9 +19,8 @@ from outcore.chunks.room import Room
 from outcore.errors import BudgetError
 from outcore.memory.ledger import Ledger
 from outcore.planning.beside import FOREVER, Beside, Nobody
-from outcore.planning.course import Course
 from outcore.planning.flow import Disk, Piece, Traffic
-from outcore.planning.route import Route
+from outcore.trace.schedule import Schedule
 
 
 def refused(tier: str, needed: int, budget: int) -> BudgetError:
@@ -38,7 +39,7 @@ class Cache:
         holding: whether pieces may stay after their use.
         beside: who works beside the training thread.
         leaving: bytes being written to disk.
-        course: what the run believes of the ticks to come.
+        schedule: what the run believes of the ticks to come.
 
     Args:
         budget: bytes of the host.
@@ -52,16 +53,15 @@ class Cache:
         budget: int,
         disk_budget: int,
         traffic: Traffic,
-        route: Route,
         working: int = 0,
     ) -> None:
         self._budget = budget
         self._disk_budget = disk_budget
-        self.course = Course(route)
-        self._coming = Lookahead(self.course)
+        self.schedule = Schedule()
+        self._coming = Lookahead(self.schedule)
         self._held = Holdings(Ledger(), self._coming.came, self._coming.left)
         self._room = Room(
-            budget, self._held, self, Belady(self.course), self._begin_write, has_disk=bool(disk_budget)
+            budget, self._held, self, Belady(self.schedule), self._begin_write, has_disk=bool(disk_budget)
         )
         self._working = working
         self.disk = Disk(traffic, self._moved) if disk_budget else None
@@ -79,11 +79,6 @@ class Cache:
         self._use = traffic.use
         self._moment: float | None = None  # of the transfer that just ended, while the clock is still behind
         self._count = 0
-
-    @property
-    def position(self) -> int:
-        """The tick at which the run is."""
-        return self.course.now
 
     @property
     def use(self) -> float:
@@ -179,14 +174,18 @@ class Cache:
         """Whether nothing is under way that will make room."""
         return (self.disk is None or self.disk.idle) and not self.beside.busy
 
-    def believe(self, route: Route) -> None:
-        """From now on another order is expected."""
-        self.course.believe(route)
+    def lap(self, key: Hashable) -> None:
+        """A lap begins."""
+        self.schedule.begin(key)
+        self._advance(())
 
-    def advance(self, position: int) -> None:
-        """The run is at this tick."""
-        self.course.advance(position)
-        self._room.needed = frozenset(self.course.needs(0) or ())
+    def tick(self, key: Hashable, needs: Sequence[Piece]) -> None:
+        """A use begins."""
+        self.schedule.advance(key, needs)
+        self._advance(needs)
+
+    def _advance(self, needs: Sequence[Piece]) -> None:
+        self._room.needed = frozenset(needs)
         if self.holding:
             self._pump()
         else:
@@ -199,7 +198,7 @@ class Cache:
         room that nothing needed sooner takes."""
         if not self.holding:
             return False
-        beyond = min(self.course.next_use(piece) for piece in pieces)
+        beyond = min(self.schedule.next_use(piece) for piece in pieces)
         for piece in pieces:
             piece.pins += 1
         absent = [piece for piece in pieces if not piece.on_host]

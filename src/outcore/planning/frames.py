@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from outcore.chunks.replacers import NEVER
 from outcore.model.device_stage import AHEAD, AHEAD_TICKS
 from outcore.planning.cache import Cache, refused
 from outcore.planning.flow import Link, Piece
-from outcore.planning.route import Route
 from outcore.planning.updates import Job, Progress
 
 
@@ -67,7 +67,6 @@ class Frames:
 
     frames: Sequence[Frame]
     cache: Cache
-    route: Route
     budget: int
     link_in: Link
     link_out: Link
@@ -105,13 +104,16 @@ class Frames:
             victim, furthest = None, beyond
             for frame in self.frames:
                 if frame.here and not frame.opened:
-                    use = self.route.next_use(frame.pieces[0], self.cache.position)
+                    use = self._next_use(frame)
                     if use > furthest:
                         victim, furthest = frame, use
             if victim is None:
                 return False
             self.free(victim)
         return True
+
+    def _next_use(self, frame: Frame) -> int:
+        return self.cache.schedule.next_use(frame.pieces[0]) if frame.pieces else NEVER
 
     def _make_room(self, nbytes: int) -> None:
         if self._try_room(nbytes, -1):
@@ -177,12 +179,13 @@ class Frames:
         self.poll()
         if not self.holding:
             return
-        position = self.cache.position
         beside = self.ahead - self.reserved
         uses = 0
-        for distance, (phase, unit) in self.route.keys(position, AHEAD_TICKS):
-            if phase not in ("forward", "backward"):
+        for distance, key in enumerate(self.cache.schedule.upcoming_keys(AHEAD_TICKS), start=1):
+            assert isinstance(key, tuple)
+            if key[0] not in ("forward", "backward"):
                 continue
+            phase, unit = key
             frame = self.frames[unit]
             uses += 1
             if uses == 1 and phase == "backward":
@@ -193,7 +196,7 @@ class Frames:
                 continue
             if not frame.ready:
                 return
-            if not self._try_room(frame.nbytes + beside, position + distance):
+            if not self._try_room(frame.nbytes + beside, distance):
                 return
             self._lift(frame)
             if uses == AHEAD:

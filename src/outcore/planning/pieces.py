@@ -31,6 +31,17 @@ class StorePieces:
     arrivals: Sequence[range]
     """The chunks that each parameter's gradient goes to, in the order in which backward makes them."""
 
+    def updates(self, summed: bool) -> list[tuple[Piece, list[Piece]]]:
+        """What its updates read and write, chunk by chunk: a gradient; the parameter and its states.
+
+        Args:
+            summed: gradients of several passes are in their fp32 sums.
+        """
+        return [
+            (gradient, [self.parameters[k], *self.states[k : k + 1]])
+            for k, gradient in enumerate(self.totals if summed else self.gradients)
+        ]
+
 
 class Pieces:
     """Makes pieces and numbers them."""

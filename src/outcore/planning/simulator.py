@@ -4,7 +4,9 @@
 Events, not samples: time passes when the training thread computes or waits, and disk, links and the update thread
 serve what was asked of them in the meantime. Nothing is random and nothing sleeps, so the same settings give the same
 plan. The first step runs as a run's first does (nothing idle stays while activations are measured, and there is no
-update before it); the last one counts for time, the highest for memory.
+update before it), and neither in it nor in the second, the first with updates, is the order of uses on record. The third
+begins with what they left where, so the fourth is the first that is like all that follow. It counts for time, the
+highest for memory.
 
 How long a span computes is found by running it, where the machine is at hand, or follows from the machine's rates
 (`outcore.planning.timing`).
@@ -24,7 +26,7 @@ it is there and that others leave for it: `Machine.use`. Two updates at a time s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 
 from outcore.model.saved.store import SOON
@@ -33,19 +35,17 @@ from outcore.planning.cache import Cache
 from outcore.planning.fake_step import Trace
 from outcore.planning.flow import Link, Piece, Traffic
 from outcore.planning.frames import Frame, Frames
-from outcore.planning.laps import laps, updates
 from outcore.planning.machine import Machine
 from outcore.planning.minimum import Needs
 from outcore.planning.outcome import Limits, Outcome
 from outcore.planning.pieces import Pieces, StorePieces
 from outcore.planning.recorder import WITHIN
-from outcore.planning.route import Route
 from outcore.planning.saved import SavedPieces
 from outcore.planning.timing import Timing
 from outcore.planning.updates import Job, Updater
 
-STEPS = 3
-"""Steps that are simulated: by the third, where things lie has settled."""
+STEPS = 4
+"""Steps that are simulated; see [Note: Clock]."""
 
 
 class SlowError(Exception):
@@ -91,19 +91,7 @@ class Simulation:
         self._roomy = 2 * found.total <= limits.host and on_host
         with timing.within(limits.host, self._roomy):
             self._seconds = [timing.seconds(span) for span in trace.spans]
-        self._narrow = self._wide = self._route = Route(
-            laps(trace, self._stores, self._saved, accumulate, False), len(pieces)
-        )
-        if accumulate > 1:
-            self._wide = Route(laps(trace, self._stores, self._saved, accumulate, True), len(pieces))
-            self._wide.adopt(self._narrow)
-        self._cache = Cache(
-            limits.host,
-            limits.disk,
-            self._traffic(),
-            self._route,
-            found.working,
-        )
+        self._cache = Cache(limits.host, limits.disk, self._traffic(), found.working)
         self._updater = Updater(self._cache, machine.beside)
         self._cache.beside = self._updater
         self._jobs: dict[int, list[Job]] = {}
@@ -114,7 +102,6 @@ class Simulation:
             self._frames = Frames(
                 [self._frame(stores) for stores in self._stores],
                 self._cache,
-                self._route,
                 limits.device,
                 Link(machine.link_in),
                 Link(machine.link_out),
@@ -145,16 +132,13 @@ class Simulation:
         """Fill the tiers, then take `STEPS` steps.
 
         Args:
-            patience: seconds that a step after the first may take.
+            patience: seconds that the last step may take.
 
         Raises:
             BudgetError: a tier can't hold what must be there.
-            SlowError: a step takes longer.
+            SlowError: it takes longer.
         """
         cache, frames = self._cache, self._frames
-        for position, ((phase, _), _) in enumerate(self._narrow.ticks):
-            if phase == "update":  # there is no step before the first
-                self._narrow.fulfil(position)
         for stores in self._stores:
             for s in stores:
                 for k, parameter in enumerate(s.parameters):
@@ -165,17 +149,17 @@ class Simulation:
             cache.borrow(self._occupied)
         else:
             frames.occupied = self._occupied
-        self._step(0)
+        self._step(measured=True)
         first = self._peaks()
-        cache.peak = cache.used + cache.reserved
+        cache.peak, cache.disk_peak = cache.used + cache.reserved, cache.disk_used
         if frames is not None:
             frames.peak = frames.used + frames.reserved
-        for number in range(1, STEPS - 1):
-            self._step(number, patience)
+        for _ in range(1, STEPS - 1):
+            self._step()
         before = self._totals()
         start = cache.now
         updated, self._compute = self._updater.seconds, 0.0
-        self._step(STEPS - 1, patience)
+        self._step(patience)
         settled = self._peaks()
         after = self._totals()
         difference = {name: after[name] - before[name] for name in after}
@@ -214,47 +198,42 @@ class Simulation:
                 found[f"busy {link}"] = server.busy
         return found
 
-    def _step(self, number: int, patience: float = math.inf) -> None:
-        position, end = number * len(self._route), self._cache.now + patience
+    def _step(self, patience: float = math.inf, *, measured: bool = False) -> None:
+        end = self._cache.now + patience
         for turn in range(self._accumulate):
-            # what is on record of the lap before: see `outcore.planning.route`
-            late = turn >= 3 or (turn < 2 and self._accumulate > 2)
-            self._cache.believe(self._wide if late else self._narrow)
-            position = self._lap(position, turn, measured=number == 0 and turn == 0)
+            self._cache.lap(("forward", bool(self._jobs)))
+            self._lap(turn, measured and turn == 0)
             if self._cache.now > end:
                 raise SlowError
         if self._frames is not None:
             self._frames.synchronize()
-        self._begin(position)
+        self._begin()
 
-    def _begin(self, position: int) -> None:
-        """The updates of a step are due; ``position`` is that of the next step's first tick."""
+    def _begin(self) -> None:
+        """The updates of a step are due."""
         self._jobs = {}
-        every: list[Job] = []
-        tick = position
-        for (phase, unit), _ in self._narrow.ticks:
-            if phase == "update" and unit not in self._jobs:
-                ticks = updates(self._stores, unit, self._accumulate > 1)
-                self._jobs[unit] = [self._job(needs, tick + k) for k, (_, needs) in enumerate(ticks)]
-            tick += 1
-        for unit in sorted(self._jobs):
-            every += self._jobs[unit]
-        if self._frames is not None:
-            for unit, (frame, stores) in enumerate(zip(self._frames.frames, self._stores, strict=True)):
-                if any(s.gradients for s in stores):
+        for unit, stores in enumerate(self._stores):
+            jobs = [
+                self._job(("update", unit, run, k), gradient, written)
+                for run, s in enumerate(stores)
+                for k, (gradient, written) in enumerate(s.updates(self._accumulate > 1))
+            ]
+            if jobs:
+                self._jobs[unit] = jobs
+                if self._frames is not None:
+                    frame = self._frames.frames[unit]
                     self._frames.free(frame)
-                    frame.updates = self._jobs[unit]
-        self._updater.begin(every)
+                    frame.updates = jobs
+        self._updater.begin([job for jobs in self._jobs.values() for job in jobs])
         if self.updates_at_once:
-            self._settle(sorted(self._jobs))
+            self._settle(tuple(self._jobs))
         if self._frames is not None:
             self._frames.look_ahead()
 
-    def _job(self, needs: Sequence[Piece], tick: int) -> Job:
-        gradient, *written = needs
+    def _job(self, key: Hashable, gradient: Piece, written: Sequence[Piece]) -> Job:
         nbytes = gradient.nbytes + 2 * sum(piece.nbytes for piece in written)
-        seconds = nbytes / self._machine.update + self._cache.use * len(needs)
-        return Job(gradient, written, tick, seconds)
+        seconds = nbytes / self._machine.update + self._cache.use * (1 + len(written))
+        return Job(gradient, written, key, seconds)
 
     def _settle(self, units: Sequence[int]) -> None:
         """The units are about to be used: their updates must be done."""
@@ -264,13 +243,12 @@ class Simulation:
                 continue
             self._updater.settle(jobs)
 
-    def _lap(self, position: int, turn: int, measured: bool) -> int:
-        """One forward and backward. Returns the position of the next tick."""
+    def _lap(self, turn: int, measured: bool) -> None:
+        """One forward and backward."""
         cache, frames = self._cache, self._frames
         holder = cache if frames is None else frames
         if measured and not self._roomy:
             holder.holding = False
-        ticks, start = self._narrow.ticks, position - position % len(self._narrow)
         window = -1
         for number, (span, seconds) in enumerate(zip(self._trace.spans, self._seconds, strict=True)):
             phase, unit = span.event
@@ -281,11 +259,8 @@ class Simulation:
                     now = ahead = max(holder.reserved, self._measured(span.peak, holder))
                 holder.reserve(now, ahead)
             if phase in ("forward", "backward"):
-                self._settle([unit] if phase == "forward" else sorted(self._jobs))
-                while ticks[position - start][0] != span.event:
-                    position += 1
-                cache.advance(position)
-                position += 1
+                self._settle([unit] if phase == "forward" else tuple(self._jobs))
+                cache.tick(span.event, self._needs(number, turn))
                 if frames is None:
                     cache.bring(self._parameters(unit))
                 else:
@@ -306,7 +281,15 @@ class Simulation:
             self._offload(number)
         holder.reserve(0, 0)
         holder.holding = True
-        return position
+
+    def _needs(self, number: int, turn: int) -> list[Piece]:
+        """What a forward or a backward uses. Gradients are where those of the passes before left them."""
+        phase, unit = self._trace.spans[number].event
+        needs = self._parameters(unit)
+        if phase == "backward":
+            needs += self._saved.read.get(number, [])
+            needs += [p for s in self._stores[unit] for p in (s.totals if turn > 1 else s.gradients)]
+        return needs
 
     def _offload(self, number: int) -> None:
         """Store what blocks offload in a span, and begin to make room for as much."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -26,17 +26,22 @@ class Job:
     """The update of one chunk in one step.
 
     Attributes:
-        tick: the position at which it is foreseen: just before the use of its unit.
+        key: of its tick, just before the use of its unit.
         seconds: that it takes by itself.
         ticked: its unit was asked for.
     """
 
     gradient: Piece
     written: Sequence[Piece]
-    tick: int
+    key: Hashable
     seconds: float
     progress: Progress = Progress.WAITING
     ticked: bool = False
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """All that it needs."""
+        return (self.gradient, *self.written)
 
 
 class Updater:
@@ -103,7 +108,7 @@ class Updater:
             if self._first == len(self._jobs):
                 return False
             job = self._jobs[self._first]
-            if not self._cache.enter((job.gradient, *job.written)):
+            if not self._cache.enter(job.pieces):
                 return False
             job.progress, self._current = Progress.ENTERED, job
         if self._left is None:
@@ -118,9 +123,9 @@ class Updater:
         self._left = self._current = None
         job.progress = Progress.DONE
         self.seconds += job.seconds
+        self._cache.release(job.pieces)
         if not job.ticked:
-            self._cache.course.fulfil(job.tick)
-        self._cache.release((job.gradient, *job.written))
+            self._cache.schedule.fulfil(job.key)
         self._cache.discard(job.gradient)
         return True
 
@@ -138,7 +143,7 @@ class Updater:
         for job in jobs:
             if not job.ticked:
                 job.ticked = True
-                cache.advance(job.tick)
+                cache.tick(job.key, job.pieces)
             if job.progress is Progress.WAITING:
                 job.progress = Progress.DONE
                 cache.bring((job.gradient,))
@@ -147,7 +152,7 @@ class Updater:
                 cache.work(job.seconds, shared=True)
                 self._two = False
                 self.seconds += job.seconds
-                cache.release((job.gradient, *job.written))
+                cache.release(job.pieces)
                 cache.discard(job.gradient)
                 self.look()
         while any(job.progress is not Progress.DONE for job in jobs):

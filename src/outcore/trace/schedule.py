@@ -101,7 +101,7 @@ class Schedule:
         self._excused: set[int] = set()
         self._news: list[int] = []
         self._forecast: list[Coming] = []
-        self._revised: set[Chunk] | None = None
+        self._revised: dict[Chunk, None] | None = None  # in an order that doesn't change from run to run
         self.now = self.epoch = 0
 
     @property
@@ -145,7 +145,7 @@ class Schedule:
         if expected:
             self._cursor += 1
             if self._revised is not None:
-                self._revised.update(needs)
+                self._revised.update(dict.fromkeys(needs))
         if key in self._fulfilled:
             self._excuse(key, self._fulfilled.pop(key))
         if lap is None or expected:
@@ -172,7 +172,7 @@ class Schedule:
             if self._revised is not None:
                 for coming in self._forecast:
                     for position in coming.lap.positions.get(key, ()):
-                        self._revised.update(coming.lap.ticks[position].needs)
+                        self._revised.update(dict.fromkeys(coming.lap.ticks[position].needs))
 
     def _find(self, key: Hashable) -> int | None:
         """The number of the next tick with this key, if one is foreseen."""
@@ -181,8 +181,8 @@ class Schedule:
                 return number
         return None
 
-    def revised(self) -> set[Chunk] | None:
-        changed, self._revised = self._revised, set()
+    def revised(self) -> dict[Chunk, None] | None:
+        changed, self._revised = self._revised, {}
         return changed
 
     def excused(self) -> list[int]:
@@ -210,10 +210,14 @@ class Schedule:
         self._excused = {number for number in self._fulfilled.values() if number is not None}
 
     def next_use(self, chunk: Chunk) -> int:
+        now, excused = self.now, self._excused
         for coming in self._forecast:
-            for number in coming.following(coming.lap.uses.get(chunk, ()), self.now):
-                if number not in self._excused:
-                    return number - self.now
+            positions = coming.lap.uses.get(chunk)
+            if positions is not None:  # as `Coming.following`; this is what a simulated run of many chunks does most
+                first = coming.first
+                for index in range(bisect_left(positions, now + 1 - first), len(positions)):
+                    if first + positions[index] not in excused:
+                        return first + positions[index] - now
         return NEVER
 
     def needs(self, distance: int) -> Sequence[Chunk] | None:
