@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from outcore.planning.replay import Clock
 from outcore.planning.this import Here
 from outcore.planning.timebook import Timebook
 from outcore.planning.timing import Replays, Timing
-from planning.accuracy import CPU, EMU, Case, measure, off, predict
+from planning.accuracy import Case, measure, off, predict
 
 SHAPES = {shape.name: shape for shape in FAMILIES}
 LINK = 1e9
@@ -150,7 +150,8 @@ def correlation(first: list[float], second: list[float]) -> float:
 
 
 def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
-    machine = CPU if options.device is None else replace(EMU, link_in=LINK, link_out=LINK)
+    device = torch.device(options.device or "cpu")
+    machine = Here.of(profile(device, options.folder), device)
     rows = []
     for label, case in memory_cases(options.device, options.large).items():
         try:

@@ -349,6 +349,7 @@ class DeviceStage:
     def collect(self, unit: Unit, binding: Binding, gradient: torch.Tensor) -> None:
         nbytes = self._descent.room_for(binding, gradient)
         if nbytes:
+            self._descent.poll()  # a buffer that has come down goes before the next one comes
             self._make_room(nbytes)
         self._descent.collect(binding, gradient)
 

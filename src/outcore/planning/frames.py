@@ -206,6 +206,7 @@ class Frames:
 
     def buffer(self, nbytes: int) -> None:
         """A run's gradients gather on the device."""
+        self.poll()
         self._make_room(nbytes)
         self.held += nbytes
         self._touch()

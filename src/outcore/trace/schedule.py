@@ -213,7 +213,9 @@ class Schedule:
         now, excused = self.now, self._excused
         for coming in self._forecast:
             positions = coming.lap.uses.get(chunk)
-            if positions is not None:  # as `Coming.following`; this is what a simulated run of many chunks does most
+            if (
+                positions is not None
+            ):  # as `Coming.following`; this is what a simulated run of many chunks does most
                 first = coming.first
                 for index in range(bisect_left(positions, now + 1 - first), len(positions)):
                     if first + positions[index] not in excused:
