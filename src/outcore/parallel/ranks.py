@@ -30,7 +30,7 @@ from outcore.parallel.header import BITS, SIZE, Header, compare
 from outcore.parallel.pulse import Pulse
 from outcore.parallel.rollcall import Life, RollCall
 from outcore.parallel.sharding import Sharding
-from outcore.parallel.wire import Wire
+from outcore.parallel.wire import Wire, beside
 
 _AT_WORK = b"\1"
 """The bits of a rank that is not done yet with what is done together."""
@@ -189,11 +189,11 @@ class World:
     def agree(self, doing: str, bits: bytes = b"") -> list[bytes]:
         return [header.bits for header in self._exchange(doing, "", bits)]
 
-    def _exchange(self, doing: str, fault: str, bits: bytes, beside: bool = False) -> list[Header]:
+    def _exchange(self, doing: str, fault: str, bits: bytes) -> list[Header]:
         with self._speaking:  # one word after the other, also of those that `together` says beside
-            return self._in_turn(doing, fault, bits, beside)
+            return self._in_turn(doing, fault, bits)
 
-    def _in_turn(self, doing: str, fault: str, bits: bytes, beside: bool) -> list[Header]:
+    def _in_turn(self, doing: str, fault: str, bits: bytes) -> list[Header]:
         if self._broken is not None:
             raise StateError(
                 f"the ranks of this model have parted: {self._broken}; start all of them again"
@@ -203,7 +203,7 @@ class World:
         self._sequence += 1
         table = torch.zeros(self.size, SIZE, dtype=torch.uint8)
         table[self.number] = torch.frombuffer(bytearray(own.pack()), dtype=torch.uint8)
-        self._all.gather(table, doing, beside)
+        self._all.gather(table, doing)
         headers = [Header.unpack(bytes(row.tolist())) for row in table]
         error = compare(headers, self.number)
         if error is not None:
@@ -232,7 +232,8 @@ class World:
         fault: Exception | None = None
 
         def sign() -> None:
-            self._exchange(doing, "", _AT_WORK, beside=True)
+            with beside():
+                self._exchange(doing, "", _AT_WORK)
 
         with Pulse(sign, self.sharding.timeout, self._all.waiting) as pulse:
             try:

@@ -9,8 +9,9 @@ that of the messages, stay with the collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -24,6 +25,19 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 DIRECT = 64 << 10
 """Bytes of a part from which on it goes straight to its place."""
+
+_BESIDE = ContextVar("beside", default=False)
+
+
+@contextmanager
+def beside() -> Iterator[None]:
+    """Inside, on this thread, the training thread does not wait for any wire."""
+    token = _BESIDE.set(True)
+    try:
+        yield
+    finally:
+        _BESIDE.reset(token)
+
 
 Lost = Callable[[str, str], PeerError]
 """From what was to be done and what was heard: the error that says who is missing."""
@@ -57,21 +71,20 @@ class Wire:
         """Whatever is done inside counts as waiting for this wire."""
         return nullcontext() if self.ledger is None else self.ledger.waiting(WIRE)
 
-    def gather(self, whole: torch.Tensor, what: str, beside: bool = False) -> None:
+    def gather(self, whole: torch.Tensor, what: str) -> None:
         """Bring everyone's part.
 
         Args:
             whole: contiguous, as many equal parts as there are ranks; this rank's is there already.
             what: for messages.
-            beside: this once, too, the training thread does not wait here.
         """
         data = _bytes(whole)
         part = data.numel() // self.size
         own = data[self.number * part : (self.number + 1) * part]
         if part < DIRECT:
-            self._run(what, part, lambda: _all_gather(data, own, group=self.group), beside=beside)
+            self._run(what, part, lambda: _all_gather(data, own, group=self.group))
         else:
-            self._run(what, part, lambda: self._direct(data.view(self.size, part)), beside=beside)
+            self._run(what, part, lambda: self._direct(data.view(self.size, part)))
 
     def _direct(self, parts: torch.Tensor) -> None:
         """See [Note: Straight to its place]."""
@@ -116,34 +129,27 @@ class Wire:
             with suppress(Exception):
                 dist.destroy_process_group(group)
 
-    def _run(
-        self,
-        what: str,
-        part: int,
-        collective: Callable[[], Any],
-        factor: int | None = None,
-        beside: bool = False,
-    ) -> None:
+    def _run(self, what: str, part: int, collective: Callable[[], Any], factor: int | None = None) -> None:
         if self.size == 1 or (part == 0 and factor is None):
             return
-        self._attempt(what, collective, beside)
+        self._attempt(what, collective)
         if self.ledger is not None:
             self.ledger.moved(WIRE, part * (self.size - 1 if factor is None else factor))
 
-    def _attempt(self, what: str, collective: Callable[[], Any], beside: bool = False) -> None:
+    def _attempt(self, what: str, collective: Callable[[], Any]) -> None:
         if self.size == 1:
             return
         heard = "" if self.group is not None else "this rank has hung up"
         if not heard:
             try:
-                self._collect(collective, beside)
+                self._collect(collective)
             except RuntimeError as error:
                 heard = str(error) or type(error).__name__
         if heard:  # the error is gone by now, and its frames with it: they would keep the connections open
             raise self._lost(what, heard.splitlines()[0][:160])
 
-    def _collect(self, collective: Callable[[], Any], beside: bool) -> None:
-        waiting = nullcontext() if beside or self._beside else self.waiting()
+    def _collect(self, collective: Callable[[], Any]) -> None:
+        waiting = nullcontext() if self._beside or _BESIDE.get() else self.waiting()
         with waiting, _disable_current_modes(), torch.no_grad():
             collective()
 

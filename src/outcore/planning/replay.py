@@ -3,6 +3,11 @@
 [Note: What a device lacks]
 A step is traced on the CPU, whose fused attention is an operator that no accelerator has. What the device lacks is not
 run: tensors of the shapes on the tape stand for its results, and whoever asked is told what is missing from the time.
+
+[Note: Cold]
+What a block finds in a run was made or used long ago: its parameters in the pass before, what it saved for its backward
+before all the other blocks. A processor has none of that in its caches any more. Tensors made for a tape, and those of
+the round before, it would have; so the caches are filled with something else before each round.
 """
 
 from __future__ import annotations
@@ -25,8 +30,10 @@ ROUNDS = 5
 SPAN = 1.2
 """Seconds after which no further round of a tape begins, unless there are two that count."""
 
-Clock = Callable[[], float]
+CACHES = 64 << 20
+"""Bytes that are more than the caches of a few cores hold."""
 
+Clock = Callable[[], float]
 
 HOST = torch.device("cpu")
 
@@ -48,8 +55,9 @@ def replay(tape: Tape, clock: Clock = time.perf_counter, device: torch.device = 
     """How long a tape takes on a device, in the middle of several rounds.
 
     On the CPU, what a round leaves behind stays until the last: a run, too, has kept what the blocks before left, and
-    results that stay come from fresh pages while temporaries find those of the block before. An accelerator keeps its
-    memory itself, and what is launched there is over when the clock is looked at.
+    results that stay come from fresh pages while temporaries find those of the block before. Rounds begin with cold
+    caches, see [Note: Cold]. An accelerator keeps its memory itself, and what is launched there is over when the clock
+    is looked at.
 
     Raises:
         RuntimeError: an operator can't be run with made-up values.
@@ -57,11 +65,13 @@ def replay(tape: Tape, clock: Clock = time.perf_counter, device: torch.device = 
     steps = [_Step(event, device) if isinstance(event, Ran) else event for event in tape.events]
     outside = list(tape.outside())
     left: list[list[torch.Tensor]] = []
+    other = torch.zeros(CACHES if device.type == "cpu" else 0, dtype=torch.uint8)
     found: list[float] = []
     begin = time.perf_counter()
     with draws_kept(device), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
         while len(found) < 3 or (len(found) <= ROUNDS and time.perf_counter() - begin < SPAN):
             there = _Tensors(outside, device)
+            other += 1
             finish(device)
             start = clock()
             for step in steps:

@@ -4,9 +4,9 @@
 Events, not samples: time passes when the training thread computes or waits, and disk, links and the update thread
 serve what was asked of them in the meantime. Nothing is random and nothing sleeps, so the same settings give the same
 plan. The first step runs as a run's first does (nothing idle stays while activations are measured, and there is no
-update before it), and neither in it nor in the second, the first with updates, is the order of uses on record. The third
-begins with what they left where, so the fourth is the first that is like all that follow. It counts for time, the
-highest for memory.
+update before it), and neither in it nor in the second, the first with updates, is the order of uses on record. The
+third begins with what they left where, so the fourth is the first that is like all that follow. It counts for time,
+the highest for memory.
 
 How long a span computes is found by running it, where the machine is at hand, or follows from the machine's rates
 (`outcore.planning.timing`).
