@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from outcore.planning.planner import plan
     from outcore.report.health import first_nonfinite
     from outcore.report.tracer import record
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # see [Note: Huge results] in `outcore.memory.heap`
 
 __version__ = "0.1.0"
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -54,3 +56,39 @@ def test_the_heap_keeps_all_until_it_is_told_to_keep_little() -> None:
     assert at_first < 8 * MiB
     assert keeping_all > 88 * MiB
     assert at_last < 8 * MiB
+
+
+HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+SIZE = 64 << 20
+
+RESULT = f"""
+import resource
+
+import outcore
+import torch
+
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+torch.zeros({SIZE}, dtype=torch.uint8).add_(1)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(
+    not HUGE.exists() or "[never]" in HUGE.read_text(),
+    reason="the system gives no huge pages to who asks for them",
+)
+@pytest.mark.parametrize(("said", "most"), [(None, 0.5), ("0", 2.0)])
+def test_large_results_lie_in_huge_pages_unless_somebody_said_otherwise(
+    said: str | None, most: float
+) -> None:
+    """Where the system has none left at the moment, some of them are small ones."""
+    variables = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    variables |= {} if said is None else {"THP_MEM_ALLOC_ENABLE": said}
+    done = subprocess.run(
+        [sys.executable, "-c", RESULT], capture_output=True, text=True, check=False, env=variables
+    )
+    assert done.returncode == 0, done.stderr
+    small = SIZE >> 12
+    assert int(done.stdout) < most * small
+    if said == "0" and "[madvise]" in HUGE.read_text():
+        assert int(done.stdout) >= small

@@ -140,8 +140,8 @@ def updater(budget: int, ticks: list[list[Piece]]) -> tuple[Cache, Updater, Sche
     cache = Cache(budget, 1 << 20, Traffic(100.0, 100.0))
     cache.beside = Updater(cache, 2.0)
     cache.schedule.begin("lap")
-    for number, needs in enumerate(ticks):
-        cache.schedule.advance(number, needs)
+    for number, tick in enumerate(ticks):
+        cache.schedule.advance(number, tick)
     cache.schedule.begin("lap")
     return cache, cache.beside, cache.schedule
 
