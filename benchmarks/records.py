@@ -1,6 +1,6 @@
 """Published single-device records on paper: does outcore's plan fit the same machine, and how fast would it be?
 
-Prints the table of docs/records.md, or puts it there. All rows take about two minutes on one core.
+Prints the table of docs/records.md, or puts it there. All rows take three to five minutes on one core.
 
     python benchmarks/records.py [--only WORD] [--page docs/records.md] [--json FILE]
 """
