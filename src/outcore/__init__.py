@@ -46,7 +46,9 @@ if TYPE_CHECKING:
     from outcore.report.health import first_nonfinite
     from outcore.report.tracer import record
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # see [Note: Huge results] in `outcore.memory.heap`
+os.environ.setdefault(
+    "THP_MEM_ALLOC_ENABLE", "1"
+)  # torch's allocator asks for huge pages: see `outcore.memory.heap`
 
 __version__ = "0.1.0"
 

@@ -60,7 +60,9 @@ def test_on_a_cpu_updates_take_what_computing_loses(both: float, least: float, m
 
 
 def test_a_busy_disk_slows_computing_where_it_shares_its_cores() -> None:
-    tight = Limits(None, 3 << 20, 1 << 30)
+    tight = Limits(
+        None, 5 << 20, 1 << 30
+    )  # with less the disk is what a step waits for, however slowly it computes
     free = simulated(CPU, tight)
     taxed = simulated(replace(CPU, taxed=0.5), tight)
     for link, nbytes in free.moved.items():
