@@ -156,7 +156,7 @@ def emptied(cache: Cache) -> None:
 
 
 def test_the_thread_takes_room_only_from_what_is_needed_later() -> None:
-    gradient, state, soon = (Piece(100, key) for key in range(3))
+    gradient, state, soon = (Piece(100) for _ in range(3))
     cache, thread, _ = updater(250, [[soon], [gradient, state]])
     for piece in (state, gradient, soon):
         cache.bring((piece,), fresh=True)
@@ -170,7 +170,7 @@ def test_the_thread_takes_room_only_from_what_is_needed_later() -> None:
 
 
 def test_an_update_done_ahead_is_not_foreseen_any_more() -> None:
-    gradient, state, other = (Piece(100, key) for key in range(3))
+    gradient, state, other = (Piece(100) for _ in range(3))
     cache, thread, schedule = updater(400, [[other], [gradient, state]])
     for piece in (gradient, state):
         cache.bring((piece,), fresh=True)
@@ -190,7 +190,7 @@ def test_an_update_done_ahead_is_not_foreseen_any_more() -> None:
 
 
 def test_the_training_thread_does_what_the_other_has_not_begun_and_waits_for_the_rest() -> None:
-    pieces = [Piece(10, key) for key in range(4)]
+    pieces = [Piece(10) for _ in range(4)]
     cache, thread, _ = updater(1000, [pieces[:2], pieces[2:]])
     cache.bring(pieces, fresh=True)
     cache.release(pieces)
@@ -202,7 +202,7 @@ def test_the_training_thread_does_what_the_other_has_not_begun_and_waits_for_the
 
 
 def test_no_more_than_a_quarter_is_read_ahead_but_for_the_next_two_ticks() -> None:
-    pieces = [Piece(100, key) for key in range(6)]
+    pieces = [Piece(100) for _ in range(6)]
     cache, _, _ = updater(800, [[piece] for piece in pieces])
     for piece in pieces:
         cache.bring((piece,), fresh=True)
@@ -211,7 +211,7 @@ def test_no_more_than_a_quarter_is_read_ahead_but_for_the_next_two_ticks() -> No
     cache.tick(0, pieces[:1])
     assert [p.on_host for p in pieces] == [False, True, True, False, False, False]
     cache.wait_until(100.0)
-    small = [Piece(100, key) for key in range(6)]
+    small = [Piece(100) for _ in range(6)]
     cache, _, _ = updater(800, [[small[0]], [small[1], small[2]], [small[3]], [small[4]], [small[5]]])
     for piece in small:
         cache.bring((piece,), fresh=True)
@@ -222,7 +222,7 @@ def test_no_more_than_a_quarter_is_read_ahead_but_for_the_next_two_ticks() -> No
 
 
 def test_each_transfer_takes_its_turn_and_computing_slows_the_disk_as_the_disk_slows_computing() -> None:
-    first = Piece(100, 0)
+    first = Piece(100)
     cache = Cache(400, 1 << 20, Traffic(100.0, 100.0, turn=1.0, taxed=0.5, slowed=0.25))
     cache.bring((first,), fresh=True)
     cache.release((first,))
@@ -239,7 +239,7 @@ def test_each_transfer_takes_its_turn_and_computing_slows_the_disk_as_the_disk_s
 
 
 def test_each_use_of_a_piece_takes_the_time_of_who_uses_it() -> None:
-    first, second = Piece(100, 0), Piece(100, 1)
+    first, second = Piece(100), Piece(100)
     cache = Cache(400, 1 << 20, Traffic(100.0, 100.0, use=0.25))
     cache.bring((first, second), fresh=True)
     cache.release((first, second))

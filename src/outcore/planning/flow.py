@@ -35,13 +35,11 @@ class Piece(Chunk):
     """A chunk in a simulation.
 
     Attributes:
-        key: what next uses are looked up by.
         stored: whether it has an extent on disk.
     """
 
-    def __init__(self, nbytes: int, key: int) -> None:
-        super().__init__(Kind.STATE, f"piece {key}", Nowhere(nbytes))
-        self.key = key
+    def __init__(self, nbytes: int, name: str = "") -> None:
+        super().__init__(Kind.STATE, name, Nowhere(nbytes))
         self.stored = False
 
 

@@ -31,6 +31,26 @@ class StorePieces:
     arrivals: Sequence[range]
     """The chunks that each parameter's gradient goes to, in the order in which backward makes them."""
 
+    @classmethod
+    def of(cls, store: RunStore, wide: bool) -> StorePieces:
+        """The pieces of a run.
+
+        Args:
+            wide: its gradients come as fp32 sums over slices.
+        """
+        gradients = _made(store.totals if wide else store.gradients)
+        totals = gradients if wide or store.totals is store.gradients else _made(store.totals)
+        arrivals = [store.run.covering(slot) for slot in reversed(store.run.slots)]
+        return cls(
+            _made(store.parameters),
+            gradients,
+            totals,
+            _made(store.states),
+            store.run.nbytes,
+            buffer_bytes(store, wide) if store.run.trained else 0,
+            arrivals if store.gradients else (),
+        )
+
     def updates(self, summed: bool) -> list[tuple[Piece, list[Piece]]]:
         """What its updates read and write, chunk by chunk: a gradient; the parameter and its states.
 
@@ -43,39 +63,5 @@ class StorePieces:
         ]
 
 
-class Pieces:
-    """Makes pieces and numbers them."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def _make(self, chunks: Sequence[Chunk]) -> list[Piece]:
-        first, self._count = self._count, self._count + len(chunks)
-        return [Piece(chunk.nbytes, first + k) for k, chunk in enumerate(chunks)]
-
-    def saved(self, nbytes: int) -> Piece:
-        """A piece for activations that are offloaded."""
-        self._count += 1
-        return Piece(nbytes, self._count - 1)
-
-    def of(self, store: RunStore, wide: bool) -> StorePieces:
-        """A run's pieces.
-
-        Args:
-            wide: its gradients come as fp32 sums over slices.
-        """
-        gradients = self._make(store.totals if wide else store.gradients)
-        totals = gradients if wide or store.totals is store.gradients else self._make(store.totals)
-        arrivals = [store.run.covering(slot) for slot in reversed(store.run.slots)]
-        return StorePieces(
-            self._make(store.parameters),
-            gradients,
-            totals,
-            self._make(store.states),
-            store.run.nbytes,
-            buffer_bytes(store, wide) if store.run.trained else 0,
-            arrivals if store.gradients else (),
-        )
+def _made(chunks: Sequence[Chunk]) -> list[Piece]:
+    return [Piece(chunk.nbytes, chunk.name) for chunk in chunks]

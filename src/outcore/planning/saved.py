@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outcore.planning.flow import Piece
-from outcore.planning.pieces import Pieces
 from outcore.planning.recorder import Span
 
 
@@ -25,7 +24,7 @@ class SavedPieces:
     here: list[Piece] = field(default_factory=list)
 
     @classmethod
-    def of(cls, spans: Sequence[Span], pieces: Pieces) -> SavedPieces:
+    def of(cls, spans: Sequence[Span]) -> SavedPieces:
         """The pieces of a traced step. A unit's backwards read what its forwards stored, the last first."""
         found = cls()
         calls: dict[int, list[list[Piece]]] = {}
@@ -34,7 +33,7 @@ class SavedPieces:
             phase, unit = span.event
             groups: dict[int, list[Piece]] = {}
             for owner, nbytes in span.stored:
-                groups.setdefault(owner, []).append(pieces.saved(nbytes))
+                groups.setdefault(owner, []).append(Piece(nbytes))
             for owner, made in groups.items():
                 calls.setdefault(owner, []).append(made)
                 found.here = made

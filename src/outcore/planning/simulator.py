@@ -38,7 +38,7 @@ from outcore.planning.frames import Frame, Frames
 from outcore.planning.machine import Machine
 from outcore.planning.minimum import Needs
 from outcore.planning.outcome import Limits, Outcome
-from outcore.planning.pieces import Pieces, StorePieces
+from outcore.planning.pieces import StorePieces
 from outcore.planning.recorder import WITHIN
 from outcore.planning.saved import SavedPieces
 from outcore.planning.timing import Timing
@@ -83,9 +83,8 @@ class Simulation:
         self._limits = limits
         self._trace = trace
         self._accumulate = accumulate
-        pieces = Pieces()
-        self._stores = [[pieces.of(s, unit.index in trace.wide) for s in unit.stores] for unit in units]
-        self._saved = SavedPieces.of(trace.spans, pieces)
+        self._stores = [[StorePieces.of(s, unit.index in trace.wide) for s in unit.stores] for unit in units]
+        self._saved = SavedPieces.of(trace.spans)
         self._profile = trace.profile()
         on_host = limits.device is None
         self._roomy = 2 * found.total <= limits.host and on_host

@@ -19,7 +19,7 @@ ahead of its time is excused by its number.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from outcore.chunks.chunk import Chunk
@@ -63,10 +63,13 @@ class Coming:
     first: int
     lap: Lap
 
-    def following(self, positions: Sequence[int], now: int) -> Iterator[int]:
-        """The numbers of these ticks that are still to come."""
+    def next_of(self, positions: Sequence[int], now: int, excused: Container[int] = ()) -> int | None:
+        """The number of the first of these ticks that is still to come and is not excused."""
         for index in range(bisect_left(positions, now + 1 - self.first), len(positions)):
-            yield self.first + positions[index]
+            number = self.first + positions[index]
+            if number not in excused:
+                return number
+        return None
 
 
 class Schedule:
@@ -177,7 +180,8 @@ class Schedule:
     def _find(self, key: Hashable) -> int | None:
         """The number of the next tick with this key, if one is foreseen."""
         for coming in self._forecast:
-            for number in coming.following(coming.lap.positions.get(key, ()), self.now):
+            number = coming.next_of(coming.lap.positions.get(key, ()), self.now)
+            if number is not None:
                 return number
         return None
 
@@ -210,16 +214,11 @@ class Schedule:
         self._excused = {number for number in self._fulfilled.values() if number is not None}
 
     def next_use(self, chunk: Chunk) -> int:
-        now, excused = self.now, self._excused
         for coming in self._forecast:
             positions = coming.lap.uses.get(chunk)
-            if (
-                positions is not None
-            ):  # as `Coming.following`; this is what a simulated run of many chunks does most
-                first = coming.first
-                for index in range(bisect_left(positions, now + 1 - first), len(positions)):
-                    if first + positions[index] not in excused:
-                        return first + positions[index] - now
+            number = None if positions is None else coming.next_of(positions, self.now, self._excused)
+            if number is not None:
+                return number - self.now
         return NEVER
 
     def needs(self, distance: int) -> Sequence[Chunk] | None:
