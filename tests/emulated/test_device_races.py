@@ -310,15 +310,16 @@ def test_gradient_is_freed_at_once_with_record_stream(emu, rig):
     emu.check()
 
 
-def test_order_passes_through_a_third_stream(rig):
+def test_order_passes_through_a_third_stream(emu, rig):
     arrived = rig.fetch()
     rig.down.wait_event(arrived)
     rig.compute.wait_event(rig.down.record_event())
     rig.frame + 1
     rig.up.wait_stream(rig.compute)
+    emu.check()
 
 
-def test_reads_on_two_streams_need_no_order(rig):
+def test_reads_on_two_streams_need_no_order(emu, rig):
     arrived = rig.fetch()
     rig.compute.wait_event(arrived)
     rig.down.wait_event(arrived)
@@ -327,6 +328,7 @@ def test_reads_on_two_streams_need_no_order(rig):
         rig.back.copy_(rig.frame, non_blocking=True)
     rig.up.wait_stream(rig.compute)
     rig.up.wait_stream(rig.down)
+    emu.check()
 
 
 def test_a_query_that_succeeds_orders_the_host(emu, rig):
@@ -336,6 +338,7 @@ def test_a_query_that_succeeds_orders_the_host(emu, rig):
     emu.host_access(rig.host, write=True)
     rig.frame + 1
     rig.up.wait_stream(rig.compute)
+    emu.check()
 
 
 def test_a_device_synchronisation_orders_all(emu, rig):
