@@ -46,9 +46,8 @@ if TYPE_CHECKING:
     from outcore.report.health import first_nonfinite
     from outcore.report.tracer import record
 
-os.environ.setdefault(
-    "THP_MEM_ALLOC_ENABLE", "1"
-)  # torch's allocator asks for huge pages: see `outcore.memory.heap`
+# torch's allocator asks for huge pages: `outcore.memory.heap` says why.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 __version__ = "0.1.0"
 
