@@ -200,8 +200,9 @@ def times(options: argparse.Namespace) -> list[dict[str, Any]]:
         print(
             f"profile: disk {profiled.disk_read / 1e9:.2f} GB/s read, {profiled.disk_write / 1e9:.2f} written, "
             f"{1e3 * profiled.turn:.2f} ms each transfer, {1e3 * profiled.use:.2f} each use; "
-            f"beside each other computing keeps {profiled.taxed:.2f}, the "
-            f"disk {profiled.slowed:.2f}; computing and an update {profiled.both:.2f}",
+            f"a transfer "
+            f"costs computing {1e3 * profiled.io_turn:.2f} ms and a second for {profiled.io_rate / 1e9:.2f} GB; the "
+            f"disk keeps {profiled.slowed:.2f} of its speed; computing and an update {profiled.both:.2f}",
             flush=True,
         )
         for label, case in cases.items():

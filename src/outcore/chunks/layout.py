@@ -27,6 +27,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -52,7 +53,7 @@ class Slot:
     shape: torch.Size
     offset: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -103,8 +104,15 @@ class Run:
         last = chunk + 1 == len(self.cuts)
         return self.cuts[chunk], self.numel if last else self.cuts[chunk + 1]
 
-    def segments(self, chunk: int) -> Iterator[Segment]:
+    def segments(self, chunk: int) -> Sequence[Segment]:
         """The pieces of parameters in a chunk, in order."""
+        return self._segments[chunk]
+
+    @cached_property
+    def _segments(self) -> Sequence[Sequence[Segment]]:
+        return [tuple(self._in_chunk(chunk)) for chunk in range(self.chunks)]
+
+    def _in_chunk(self, chunk: int) -> Iterator[Segment]:
         start, stop = self.extent(chunk)
         for slot in self.slots:
             low, high = max(slot.offset, start), min(slot.offset + slot.numel, stop)

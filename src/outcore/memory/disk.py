@@ -175,6 +175,11 @@ class DiskTier:
             " bytes more, or the host more so that less has to leave it"
         )
 
+    @property
+    def threads(self) -> Sequence[threading.Thread]:
+        """All that serve it."""
+        return [thread for lane in self._lanes for thread in lane.threads] + [self._completer.thread]
+
     # -- transfers --------------------------------------------------------------------------------
 
     def stalled(self) -> str:

@@ -22,6 +22,9 @@ from outcore.planning.beside import FOREVER, Beside, Nobody
 from outcore.planning.flow import Disk, Piece, Traffic
 from outcore.trace.schedule import Schedule
 
+LEAST = 0.1
+"""The share of its speed that computing keeps in any case, whatever the disk's threads take."""
+
 
 def refused(tier: str, needed: int, budget: int) -> BudgetError:
     """What must be on a tier at one moment of a simulated run is more than its budget."""
@@ -39,6 +42,7 @@ class Cache:
         holding: whether pieces may stay after their use.
         beside: who works beside the training thread.
         leaving: bytes being written to disk.
+        use: seconds of a thread that each use of a piece takes.
         schedule: what the run believes of the ticks to come.
 
     Args:
@@ -74,16 +78,10 @@ class Cache:
         self.beside: Beside = Nobody()
         self.waited = {"disk read": 0.0, "disk write": 0.0, "update": 0.0}
         self.leaving = 0
-        self._taxed = traffic.taxed
         self._slowed = traffic.slowed
-        self._use = traffic.use
+        self.use = traffic.use
         self._moment: float | None = None  # of the transfer that just ended, while the clock is still behind
         self._count = 0
-
-    @property
-    def use(self) -> float:
-        """Seconds of a thread that each use of a piece takes: none where nobody ever had to leave."""
-        return self._use if self.disk_used else 0.0
 
     @property
     def used(self) -> int:
@@ -134,7 +132,7 @@ class Cache:
         while left > 0:
             speed = self.beside.leaves if shared else 1.0
             if shared and self.disk is not None and not self.disk.idle:
-                speed *= self._taxed
+                speed *= max(LEAST, 1.0 - self._slowed * self.disk.costs)
             end = min(self.now + left / speed, self._next(shared))
             left -= (end - self.now) * speed
             self._pass(end, shared)

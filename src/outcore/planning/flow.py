@@ -51,7 +51,8 @@ class Traffic:
         read: bytes per second.
         write: likewise.
         turn: seconds that a transfer takes beside those of its bytes.
-        taxed: share of its speed that the training thread keeps while the disk works.
+        io_turn: seconds of computing that a transfer costs, beside those of its bytes.
+        io_rate: bytes that cost one more; 0: bytes cost none.
         slowed: share of its speed that the disk keeps while the training thread computes.
         use: seconds of the thread that uses it that each use of a piece takes.
     """
@@ -59,9 +60,14 @@ class Traffic:
     read: float
     write: float
     turn: float = 0.0
-    taxed: float = 1.0
+    io_turn: float = 0.0
+    io_rate: float = 0.0
     slowed: float = 1.0
     use: float = 0.0
+
+    def cost(self, nbytes: int) -> float:
+        """Seconds of computing that a transfer costs."""
+        return self.io_turn + (nbytes / self.io_rate if self.io_rate else 0.0)
 
 
 class Disk:
@@ -74,12 +80,12 @@ class Disk:
     def __init__(self, traffic: Traffic, done: Callable[[Piece, bool, float], None]) -> None:
         self._rates = (traffic.read, traffic.write)
         self._done = done
-        self._turn = traffic.turn
+        self._traffic = traffic
         self._reads: deque[tuple[Piece, float]] = deque()
         self._writes: deque[tuple[Piece, float]] = deque()
         self._in_row = 0
         self._worked = 0.0
-        self._left = 0.0
+        self._left = self._cost = 0.0
         self._current: tuple[Piece, bool] | None = None
         self.moved = [0, 0]
         self.busy = [0.0, 0.0]
@@ -87,6 +93,12 @@ class Disk:
     @property
     def idle(self) -> bool:
         return self._current is None and not self._reads and not self._writes
+
+    @property
+    def costs(self) -> float:
+        """Seconds of computing that each second of its work costs now. Only while not `idle`."""
+        self._start()
+        return self._cost
 
     def submit(self, piece: Piece, writing: bool, now: float) -> None:
         (self._writes if writing else self._reads).append((piece, now))
@@ -97,7 +109,8 @@ class Disk:
         writing = not self._reads or (bool(self._writes) and self._in_row >= READS_PER_WRITE)
         self._in_row = 0 if writing else self._in_row + 1
         piece, since = (self._writes if writing else self._reads).popleft()
-        self._left = self._turn + piece.nbytes / self._rates[writing]
+        self._left = self._traffic.turn + piece.nbytes / self._rates[writing]
+        self._cost = self._traffic.cost(piece.nbytes) / self._left if self._left else 0.0
         self._worked = max(self._worked, since)
         self.moved[writing] += piece.nbytes
         self.busy[writing] += self._left

@@ -41,11 +41,13 @@ class Machine:
         both: what computing and an update on the CPU reach together when both run, compared with one alone: 1 if each
             takes from the other what it gets, 2 if neither feels the other; 0 if unknown, which is 1 where the CPU
             computes and 2 where it doesn't.
-        taxed: the share of its speed that computing keeps while the disk is busy.
+        io_turn: seconds of computing that a transfer between host and disk costs, beside those of its bytes: what the
+            disk's threads take of the processors that compute.
+        io_rate: bytes that cost one more such second; 0: bytes cost none.
         slowed: the share of its speed that the disk keeps while something is computed.
         turn: seconds that a transfer between host and disk takes beside those of its bytes.
-        use: seconds that a thread spends on a use of a chunk, where there is a disk and the CPU computes: it looks who
-            comes and who leaves.
+        update_turn: seconds that the update of a parameter, or of its part in a chunk, takes beside those of its bytes.
+        use: seconds that a thread spends on a use of a chunk, where the CPU computes: it looks who comes and leaves.
         attention: FLOP/s of fused attention as a share of those of matrix products.
         in_node: from each accelerator to the others of its node, each way; 0 if there are no others.
         network: from each accelerator to other nodes, each way; 0 if there are none.
@@ -70,7 +72,9 @@ class Machine:
     endurance: int = 0
     date: str = ""
     both: float = 0.0
-    taxed: float = 1.0
+    io_turn: float = 0.0
+    io_rate: float = 0.0
+    update_turn: float = 0.0
     attention: float = 1.0
     in_node: float = 0.0
     network: float = 0.0
@@ -97,10 +101,10 @@ class Machine:
             raise UsageError(f"flops must be stated for at least one of {', '.join(DTYPES)}")
         if not 0 < self.reached <= 1:
             raise UsageError(f"reached must be a share above 0 and at most 1, and is {self.reached!r}")
-        for name in ("overhead", "turn", "use"):
+        for name in ("overhead", "turn", "io_turn", "use", "update_turn"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"{name} must be seconds, from 0 to below 1, and is {getattr(self, name)!r}")
-        for name, most in (("both", 2), ("taxed", 1), ("slowed", 1), ("attention", 4)):
+        for name, most in (("both", 2), ("slowed", 1), ("attention", 4)):
             value = getattr(self, name)
             if not 0 < value <= most and not (name == "both" and value == 0):
                 raise UsageError(f"{name} must be above 0 and at most {most}, and is {value!r}")
@@ -167,11 +171,12 @@ RATES = (
     "link_out",
     "disk_read",
     "disk_write",
+    "io_rate",
     "update",
     "in_node",
     "network",
 )
-OPTIONAL_RATES = ("link_in", "link_out", "disk_read", "disk_write", "in_node", "network")
+OPTIONAL_RATES = ("link_in", "link_out", "disk_read", "disk_write", "io_rate", "in_node", "network")
 NAMES = tuple(f.name for f in fields(Machine))
 
 GIB = 1 << 30

@@ -49,7 +49,9 @@ _DEFAULTS: dict[str, Any] = {
     "endurance": 0,
     "date": "",
     "both": 0.0,
-    "taxed": 1.0,
+    "io_turn": 0.0,
+    "io_rate": 0.0,
+    "update_turn": 0.0,
     "attention": 1.0,
     "in_node": 0.0,
     "network": 0.0,
@@ -107,7 +109,17 @@ def from_table(table: Mapping[str, Any], name: str) -> Machine:
     if not isinstance(values["flops"], Mapping):
         raise UsageError("flops must be a table: [flops], then lines such as bf16 = 165e12")
     values["flops"] = dict(values["flops"])
-    for share in ("reached", "overhead", "both", "taxed", "slowed", "turn", "use", "attention"):
+    for share in (
+        "reached",
+        "overhead",
+        "both",
+        "slowed",
+        "turn",
+        "io_turn",
+        "use",
+        "update_turn",
+        "attention",
+    ):
         if isinstance(values[share], bool) or not isinstance(values[share], (int, float)):
             raise UsageError(f"{share} must be a number, and is {values[share]!r}")
     return Machine(**values)

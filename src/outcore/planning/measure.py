@@ -6,9 +6,7 @@ Each figure is a mean over half a second or more: a run, too, gets what others l
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,25 +14,16 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outcore.memory.budget import DiskLimit
-from outcore.memory.device import finish
-from outcore.memory.disk import DiskTier
-from outcore.memory.host import reserve
-from outcore.memory.ledger import Ledger
+from outcore.chunks.layout import ALIGN
 from outcore.optim.kernels import AdamRule, GradTransform, Master
+from outcore.planning.disk_speed import Disk, passing
 from outcore.planning.flow import Traffic
 from outcore.planning.machine import Machine
-from outcore.planning.passage import Passage
+from outcore.planning.replay import HOST
+from outcore.planning.stopwatch import mean, product, together
 from outcore.planning.this import sizes
 from outcore.planning.work import Work
 
-ROUNDS = 3
-SPAN = 0.6
-"""Least rounds and seconds of a measurement."""
-DISK_SAMPLE = 512 << 20
-EXTENT = 32 << 20
-PASSING = {1 << 20: 48, 16 << 20: 8}
-"""Chunks that pass through a pool, small and large, and how many."""
 COUNT = 1 << 21
 """Parameters of an update beside which computing is measured: those of a chunk or two."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -64,7 +53,7 @@ def measure(
     host_bandwidth = copying()
     link_in, link_out = (0.0, 0.0) if on_host else links(device)
     say("the update kernel")
-    update = updating()
+    update, update_turn = updating()
     say("operators")
     overhead = launching(device)
     say("computing beside an update")
@@ -74,7 +63,7 @@ def measure(
         say(f"the disk at {os.fspath(folder)}")
         with Disk(folder) as probe:
             read, write = probe.rates()
-        traffic = passing(folder, read, write, product(device))
+        traffic = passing(folder, read, write, device)
     on_device, host, room = sizes(device, folder)
     return Machine(
         name=f"{os.uname().nodename}, {device}",
@@ -90,27 +79,17 @@ def measure(
         disk_read=traffic.read,
         disk_write=traffic.write,
         update=update,
+        update_turn=update_turn,
         overhead=overhead,
         both=min(2.0, max(1.0, both)),
-        taxed=min(1.0, traffic.taxed),
-        slowed=min(1.0, traffic.slowed),
+        slowed=traffic.slowed,
         turn=traffic.turn,
+        io_turn=traffic.io_turn,
+        io_rate=traffic.io_rate,
         use=traffic.use,
         attention=min(4.0, share),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-
-
-def mean(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that some work takes on average over `SPAN`, after it was done once."""
-    work()
-    finish(device)
-    count, start = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - start) < SPAN or count < ROUNDS:
-        work()
-        finish(device)
-        count += 1
-    return elapsed / count
 
 
 def products(dtype: torch.dtype, device: torch.device) -> float:
@@ -128,17 +107,6 @@ def products(dtype: torch.dtype, device: torch.device) -> float:
             break
         size *= 2
     return rate
-
-
-def product(device: torch.device) -> Callable[[], object]:
-    """A matrix product of the size that a layer has."""
-    a, b = (torch.randn(1024, 1024, device=device).to(torch.bfloat16) for _ in range(2))
-
-    def work() -> None:
-        torch.mm(a, b)
-        finish(device)
-
-    return work
 
 
 def elementwise(device: torch.device) -> float:
@@ -180,7 +148,7 @@ def copying() -> float:
     """Bytes per second, read and written, of a copy in DRAM."""
     source = torch.randn(1 << 25)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / mean(lambda: target.copy_(source), torch.device("cpu"))
+    return 2 * source.nbytes / mean(lambda: target.copy_(source), HOST)
 
 
 def links(device: torch.device) -> tuple[float, float]:
@@ -195,10 +163,10 @@ def links(device: torch.device) -> tuple[float, float]:
     return host.nbytes / up, host.nbytes / down
 
 
-def updating() -> float:
-    """Bytes per second, read and written, of AdamW with split masters."""
+def updating() -> tuple[float, float]:
+    """Bytes per second, read and written, of AdamW with split masters, and the seconds of one of next to none."""
     work, nbytes = update_of(1 << 24)
-    return nbytes / mean(work, torch.device("cpu"))
+    return nbytes / mean(work, HOST), mean(update_of(ALIGN)[0], HOST)
 
 
 def update_of(count: int) -> tuple[Callable[[], object], int]:
@@ -214,70 +182,6 @@ def update_of(count: int) -> tuple[Callable[[], object], int]:
 
     written = parameter.nbytes + sum(plane.nbytes for plane in planes)
     return work, gradient.nbytes + 2 * written
-
-
-def together(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
-    """The speeds of two kinds of work at the same time, each as a share of its speed alone.
-
-    Alone and together take turns, so that a machine that others use too changes both alike.
-    """
-    alone, beside = [0.0, 0.0], [0.0, 0.0]
-    for _ in range(ROUNDS):
-        alone[0] += _speed(first, SPAN / 3)
-        alone[1] += _speed(second, SPAN / 3)
-        with ThreadPoolExecutor(1) as other:
-            future = other.submit(_speed, second, SPAN / 2)
-            beside[0] += _speed(first, SPAN / 2)
-            beside[1] += future.result()
-    return beside[0] / alone[0], beside[1] / alone[1]
-
-
-def passing(folder: str | os.PathLike[str], read: float, write: float, work: Callable[[], object]) -> Traffic:
-    """What a disk does for a pool, see `outcore.planning.passage`.
-
-    Args:
-        read: bytes per second that it reads where nothing else goes on.
-        write: likewise.
-        work: what is computed beside it.
-
-    Returns:
-        With ``read`` and ``write`` as they are where both take turns, what ``work`` and transfers leave to each other,
-        and the ``use`` of a small chunk.
-
-    Raises:
-        TierError: the disk can't be used.
-    """
-    seconds, uses, kept = {}, {}, []
-    for nbytes, count in PASSING.items():
-        with Passage(folder, nbytes, count) as passage:
-            moved, start, spent = passage.moved, time.perf_counter(), time.thread_time()
-            laps = _counted(passage.lap, SPAN)
-            uses[nbytes] = (time.thread_time() - spent) / (laps * count)
-            transfers = max(1, (passage.moved - moved) // nbytes)
-            seconds[nbytes] = (time.perf_counter() - start) / transfers
-            kept.append(together(work, passage.lap))
-    small, large = PASSING
-    each = max(0.0, (seconds[large] - seconds[small]) / (large - small))
-    share = min(1.0, (1 / read + 1 / write) / 2 / each) if each else 1.0
-    turn = max(0.0, seconds[small] - small * (1 / read + 1 / write) / 2 / share)
-    taxed, slowed = (sum(shares) / len(kept) for shares in zip(*kept, strict=True))
-    return Traffic(read * share, write * share, turn, taxed, slowed, uses[small])
-
-
-def _speed(work: Callable[[], object], seconds: float) -> float:
-    """How often some work is done per second."""
-    start = time.perf_counter()
-    count = _counted(work, seconds)
-    return count / (time.perf_counter() - start)
-
-
-def _counted(work: Callable[[], object], seconds: float) -> int:
-    """Do some work again and again for so long, once at least. Returns how often."""
-    count, start = 0, time.perf_counter()
-    while time.perf_counter() - start < seconds or count == 0:
-        work()
-        count += 1
-    return count
 
 
 def launching(device: torch.device) -> float:
@@ -302,47 +206,3 @@ class _Counter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.work.note(func, args, kwargs or {}, result)
         return result
-
-
-class Disk:
-    """A private file in a folder, read and written through the tier that runs use.
-
-    Raises:
-        TierError: the disk can't be used.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        count = DISK_SAMPLE // EXTENT
-        self._regions = [reserve(EXTENT) for _ in range(min(4, count))]
-        limit = DiskLimit(os.path.abspath(os.fspath(folder)), DISK_SAMPLE)
-        self._tier = DiskTier.open([limit], ledger=Ledger())
-        self._extents = [self._tier.allocate(EXTENT) for _ in range(count)]
-
-    def __enter__(self) -> Disk:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._tier.close()
-
-    def rates(self) -> tuple[float, float]:
-        """Bytes per second read and written."""
-        for region in self._regions:
-            region.tensor.random_(0, 256)
-        wrote = mean(self._write, torch.device("cpu"))
-        return DISK_SAMPLE / mean(self._read, torch.device("cpu")), DISK_SAMPLE / wrote
-
-    def _write(self) -> None:
-        regions = self._regions
-        for future in [
-            self._tier.write(e, regions[k % len(regions)].buffer) for k, e in enumerate(self._extents)
-        ]:
-            future.result()
-
-    def _read(self) -> None:
-        """Into fresh pages, as a pool does."""
-        for first in range(0, len(self._extents), len(self._regions)):
-            group = list(zip(self._extents[first : first + len(self._regions)], self._regions, strict=False))
-            for _, region in group:
-                region.release()
-            for future in [self._tier.read(extent, region.buffer) for extent, region in group]:
-                future.result()

@@ -4,12 +4,15 @@
 A step doesn't read a file from end to end. Chunks that were written a moment ago are read again while others leave for
 them, in the size that chunks have, by the threads of the disk tier, into frames that go from one to the next; and
 around each transfer the pool looks whom to read and whom to evict next. On a CPU that computes meanwhile, all of that
-waits for cores and takes them. So it is measured with a pool that is too small for its chunks.
+waits for cores and takes them. So it is measured with a pool that is too small for its chunks, also while the thread
+that uses them computes in between, as it does in a step: little enough to wait for the disk, and enough not to.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from types import TracebackType
 
 from outcore.chunks.chunk import Chunk, Kind
@@ -24,6 +27,10 @@ from outcore.trace.schedule import Schedule
 
 LAPS = 2
 """Laps before the first that counts: by then the order is on record and all chunks have been written."""
+
+
+def _nothing() -> None:
+    """Nothing is computed."""
 
 
 class Passage:
@@ -70,9 +77,22 @@ class Passage:
         """Bytes read and written so far."""
         return sum(self._ledger.snapshot().moved.values())
 
-    def lap(self) -> None:
-        """Use each chunk once, as an update does."""
+    @property
+    def waited(self) -> float:
+        """Seconds that laps have waited for the disk so far."""
+        return sum(self._ledger.snapshot().waited.values())
+
+    @property
+    def spent(self) -> float:
+        """Processor seconds of the disk's threads so far."""
+        clocks = [time.pthread_getcpuclockid(thread.ident) for thread in self._disk.threads if thread.ident]
+        return sum(map(time.clock_gettime, clocks))
+
+    def lap(self, work: Callable[[], object] = _nothing, times: int = 0) -> None:
+        """Use each chunk once, as an update does, and compute something so many times after each."""
         self._clock.lap("lap")
         for number, chunk in enumerate(self._chunks):
             self._clock.tick(number, (chunk,))
             self._pool.guard([chunk], Access.WRITE).close()
+            for _ in range(times):
+                work()

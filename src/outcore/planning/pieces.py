@@ -20,6 +20,8 @@ class StorePieces:
         totals: where they go with the second.
         nbytes: of the parameters, without padding to pages.
         buffer: of their gradients on a device.
+        arrivals: the chunks that each parameter's gradient goes to, in the order in which backward makes them.
+        parts: of parameters, in each chunk.
     """
 
     parameters: Sequence[Piece]
@@ -29,7 +31,7 @@ class StorePieces:
     nbytes: int
     buffer: int
     arrivals: Sequence[range]
-    """The chunks that each parameter's gradient goes to, in the order in which backward makes them."""
+    parts: Sequence[int]
 
     @classmethod
     def of(cls, store: RunStore, wide: bool) -> StorePieces:
@@ -49,6 +51,7 @@ class StorePieces:
             store.run.nbytes,
             buffer_bytes(store, wide) if store.run.trained else 0,
             arrivals if store.gradients else (),
+            [len(store.run.segments(k)) for k in range(store.run.chunks)],
         )
 
     def updates(self, summed: bool) -> list[tuple[Piece, list[Piece]]]:

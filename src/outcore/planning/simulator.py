@@ -18,9 +18,12 @@ activations leave room for less than two of them.
 
 [Note: Who shares what]
 Where the CPU computes, updates take its cores from it, and so do the threads of the disk (pages, checksums, what the
-pool does about each transfer), which in their turn wait for cores. ``outcore profile`` measures what is left to each:
-`Machine.both`, `Machine.taxed`, `Machine.slowed`. And where there is a disk, whoever uses a chunk first sees to it that
-it is there and that others leave for it: `Machine.use`. Two updates at a time share the cores in any case.
+pool does about each transfer), which in their turn wait for cores. ``outcore profile`` measures what is left to each
+(`Machine.both`, `Machine.slowed`), and what a transfer takes from computing: the seconds that the disk's threads spend
+on it, not a share of the time that the disk is busy (`Machine.io_turn`, `Machine.io_rate`). A team of threads that
+computes waits for the one whose core was taken, so on two cores each such second costs computing about one. And whoever
+uses a chunk first sees to it that it is there and that others leave for it: `Machine.use`. Two updates at a time share
+the cores in any case.
 """
 
 from __future__ import annotations
@@ -115,7 +118,7 @@ class Simulation:
         """What is done about pieces that a device computes with is counted where they are copied."""
         m = self._machine
         use = m.use if self._limits.device is None else 0.0
-        return Traffic(m.disk_read, m.disk_write, m.turn, m.taxed, m.slowed, use)
+        return Traffic(m.disk_read, m.disk_write, m.turn, m.io_turn, m.io_rate, m.slowed, use)
 
     @staticmethod
     def _frame(stores: Sequence[StorePieces]) -> Frame:
@@ -213,7 +216,7 @@ class Simulation:
         self._jobs = {}
         for unit, stores in enumerate(self._stores):
             jobs = [
-                self._job(("update", unit, run, k), gradient, written)
+                self._job(("update", unit, run, k), gradient, written, s.parts[k])
                 for run, s in enumerate(stores)
                 for k, (gradient, written) in enumerate(s.updates(self._accumulate > 1))
             ]
@@ -229,9 +232,10 @@ class Simulation:
         if self._frames is not None:
             self._frames.look_ahead()
 
-    def _job(self, key: Hashable, gradient: Piece, written: Sequence[Piece]) -> Job:
+    def _job(self, key: Hashable, gradient: Piece, written: Sequence[Piece], parts: int) -> Job:
         nbytes = gradient.nbytes + 2 * sum(piece.nbytes for piece in written)
-        seconds = nbytes / self._machine.update + self._cache.use * (1 + len(written))
+        seconds = nbytes / self._machine.update + parts * self._machine.update_turn
+        seconds += self._cache.use * (1 + len(written))
         return Job(gradient, written, key, seconds)
 
     def _settle(self, units: Sequence[int]) -> None:
