@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cli.calling import outcore
-from outcore.planning import measure
+from outcore.planning import disk_speed, measure, stopwatch
 from outcore.planning.machine_file import read
 
 TINY = ("--model", "gpt2-tiny", "--seq-len", 32, "--batch-size", 2)
@@ -94,11 +94,12 @@ def test_a_configuration_alone_is_enough(tmp_path: Path) -> None:
 
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let measurements take no time."""
-    monkeypatch.setattr(measure, "DISK_SAMPLE", 8 << 20)
-    monkeypatch.setattr(measure, "EXTENT", 1 << 20)
-    monkeypatch.setattr(measure, "PASSING", {1 << 16: 4, 1 << 17: 4})
-    monkeypatch.setattr(measure, "ROUNDS", 1)
-    monkeypatch.setattr(measure, "SPAN", 0.0)
+    monkeypatch.setattr(disk_speed, "DISK_SAMPLE", 8 << 20)
+    monkeypatch.setattr(disk_speed, "EXTENT", 1 << 20)
+    monkeypatch.setattr(disk_speed, "PASSING", {1 << 16: 4, 1 << 17: 4})
+    for module in (disk_speed, stopwatch):
+        monkeypatch.setattr(module, "ROUNDS", 1)
+        monkeypatch.setattr(module, "SPAN", 0.0)
 
     def quick(dtype: Any, device: Any) -> float:
         return 1e11
@@ -122,6 +123,9 @@ def test_a_profile_is_measured_kept_and_used(tmp_path: Path, monkeypatch: pytest
     assert found.disk_read > 1e6
     assert found.update > 1e6
     assert 0 < found.use < 1
+    assert 0 < found.update_turn < 1
+    assert 0 <= found.io_turn < 1
+    assert 0.1 <= found.slowed <= 1
     assert list(disk.iterdir()) == []
     used = json.loads(outcore("plan", *TINY, "--json").stdout)
     assert used["machine"] == found.name

@@ -51,6 +51,12 @@ def test_a_file_keeps_all_of_it(name: str, tmp_path: Path) -> None:
     assert read(file(tmp_path, write(DESCRIBED[name]))) == DESCRIBED[name]
 
 
+def test_a_profile_of_an_older_version_is_read(tmp_path: Path) -> None:
+    older = GOOD.replace("[flops]", "taxed = 0.7\n\n[flops]")
+    assert older != GOOD
+    assert by_name(str(file(tmp_path, older))) == by_name(str(file(tmp_path, GOOD)))
+
+
 def test_a_file_takes_sizes_and_rates(tmp_path: Path) -> None:
     machine = by_name(str(file(tmp_path, GOOD)))
     assert machine.name == "box"

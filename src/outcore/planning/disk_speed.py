@@ -57,8 +57,8 @@ def passing(
     each = max(0.0, (seconds[large] - seconds[small]) / (large - small))
     share = min(1.0, (1 / read + 1 / write) / 2 / each) if each else 1.0
     turn = max(0.0, seconds[small] - small * (1 / read + 1 / write) / 2 / share)
-    price = sum(f.held for f in found.values()) / sum(f.spent for f in found.values())
-    costs = {nbytes: max(0.0, price) * f.spent / f.transfers for nbytes, f in found.items()}
+    price = sum(f.held for f in found.values()) / max(1e-9, sum(f.spent for f in found.values()))
+    costs = {nbytes: max(0.0, price) * f.spent / max(1.0, f.transfers) for nbytes, f in found.items()}
     io_each = max(0.0, costs[large] - costs[small]) / (large - small)
     return Traffic(
         read * share,
@@ -115,7 +115,7 @@ def shared(passage: Passage, nbytes: int, count: int, use: float, device: torch.
             if load < 1:  # the disk had work all the time
                 late += elapsed - laps * lap
                 computed += busy
-    found.slowed = min(1.0, max(0.1, 1 - late / computed))
+    found.slowed = min(1.0, max(0.1, 1 - late / max(1e-9, computed)))
     return found
 
 

@@ -60,6 +60,9 @@ _DEFAULTS: dict[str, Any] = {
     "use": 0.0,
 }
 
+_RETIRED = frozenset({"taxed"})
+"""Names that profiles of older versions have. They say nothing any more."""
+
 
 def read(path: Path) -> Machine:
     """A machine from a file.
@@ -90,6 +93,7 @@ def from_table(table: Mapping[str, Any], name: str) -> Machine:
     Raises:
         UsageError: a name is unknown or missing, or a value can't be.
     """
+    table = {known: value for known, value in table.items() if known not in _RETIRED}
     unknown = sorted(set(table) - set(NAMES))
     if unknown:
         raise UsageError(f"{unknown[0]!r} is not known: choose from {', '.join(NAMES)}")
