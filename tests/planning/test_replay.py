@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 from dataclasses import replace
@@ -78,6 +79,29 @@ def test_a_tape_has_the_operators_that_were_counted_and_runs(activations: outcor
             1.0, []
         )  # from the look before a round to the one after it
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Living(Counted):
+    """Notes at each look how many tensors there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def __call__(self) -> float:
+        self.found.append(sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects()))
+        return super().__call__()
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_what_a_round_leaves_stays_where_a_step_gives_its_pages_back(fresh: bool) -> None:
+    forward = (s.tape for s in spans(outcore.Activations("keep")) if s.event[0] == "forward")
+    tape = max((t for t in forward if isinstance(t, Tape)), key=lambda tape: len(tape.events))
+    living = Living()
+    replay(tape, living, fresh=fresh)
+    starts = living.found[2::2]  # of the rounds that count
+    assert len(starts) >= 2
+    assert (starts[-1] > starts[0]) is fresh
 
 
 def test_blocks_that_are_alike_have_the_same_tape_and_others_do_not() -> None:
@@ -230,7 +254,9 @@ def test_a_plan_for_the_machine_at_hand_runs_what_it_computes(
     slow = replace(CPU, flops={"bf16": 1e6}, host=64 << 30)  # by rates a step takes minutes
     rated = predict(case, limits, slow)
     calls = itertools.count(1)
-    monkeypatch.setattr("outcore.planning.timing.replay", lambda *arguments: Replayed(1e-3 * next(calls)))
+    monkeypatch.setattr(
+        "outcore.planning.timing.replay", lambda *arguments, fresh: Replayed(1e-3 * next(calls))
+    )
     monkeypatch.setattr("outcore.planning.timing.LONGEST", 1e9)
     run = predict(case, limits, Here.of(slow, HOST))
     assert 0 < run.compute < rated.compute / 10

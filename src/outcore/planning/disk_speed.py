@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from outcore.memory import cores
 from outcore.memory.budget import DiskLimit
 from outcore.memory.disk import DiskTier
 from outcore.memory.host import reserve
@@ -58,6 +59,8 @@ def passing(
     share = min(1.0, (1 / read + 1 / write) / 2 / each) if each else 1.0
     turn = max(0.0, seconds[small] - small * (1 / read + 1 / write) / 2 / share)
     price = sum(f.held for f in found.values()) / max(1e-9, sum(f.spent for f in found.values()))
+    if device.type == "cpu" and torch.get_num_threads() >= cores.ours().count:
+        price = max(1.0, price)  # a team waits for the one whose core was taken: what is less is noise
     costs = {nbytes: max(0.0, price) * f.spent / max(1.0, f.transfers) for nbytes, f in found.items()}
     io_each = max(0.0, costs[large] - costs[small]) / (large - small)
     return Traffic(

@@ -51,13 +51,19 @@ class Replayed:
     lacking: Sequence[Ran] = ()
 
 
-def replay(tape: Tape, clock: Clock = time.perf_counter, device: torch.device = HOST) -> Replayed:
+def replay(
+    tape: Tape, clock: Clock = time.perf_counter, device: torch.device = HOST, fresh: bool = True
+) -> Replayed:
     """How long a tape takes on a device, in the middle of several rounds.
 
     On the CPU, what a round leaves behind stays until the last: a run, too, has kept what the blocks before left, and
     results that stay come from fresh pages while temporaries find those of the block before. Rounds begin with cold
     caches, see [Note: Cold]. An accelerator keeps its memory itself, and what is launched there is over when the clock
     is looked at.
+
+    Args:
+        fresh: whether pages that a step's results had are given back at its end. Where they stay, the next step's
+            results find them, and so do those of a round here.
 
     Raises:
         RuntimeError: an operator can't be run with made-up values.
@@ -81,7 +87,7 @@ def replay(tape: Tape, clock: Clock = time.perf_counter, device: torch.device = 
                     step.run(there)
             finish(device)
             found.append(clock() - start)
-            if device.type == "cpu":
+            if fresh and device.type == "cpu":
                 left.append(there.without(outside))
     lacking = [step.ran for step in steps if isinstance(step, _Step) and step.lacks]
     return Replayed(statistics.median(found[1:]), lacking)
