@@ -14,6 +14,7 @@ from torch import nn
 import outcore
 from exact.shapes import Stack
 from outcore.model import ranked_sites
+from outcore.parallel.exchange import Sent, Shown
 from outcore.parallel.node import can_share
 from outcore.parallel.ranks import World
 from parallel.together import Place
@@ -99,12 +100,22 @@ def train(model: Any, optimizer: Any, way: Way, place: Place, first: int = 0) ->
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
+@contextmanager
+def pieces_of(nbytes: int | None) -> Iterator[None]:
+    """What ranks have for each other goes in pieces of so many bytes."""
+    if nbytes is None:
+        yield
+        return
+    with mock.patch.object(Sent, "PIECE", nbytes), mock.patch.object(Shown, "PIECE", nbytes):
+        yield
+
+
 def several(place: Place) -> list[dict[str, Any]]:
     """Train in one way after the other."""
     found = []
     for way in place.settings["ways"]:
         model = place.settings.get("build", stack)()
-        with apart(place.settings.get("apart", False)):
+        with apart(place.settings.get("apart", False)), pieces_of(place.settings.get("piece")):
             optimizer = offloaded(model, way, place)
         found.append(train(model, optimizer, way, place))
         found[-1]["snapshot"] = outcore.snapshot(model)

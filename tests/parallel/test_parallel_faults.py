@@ -18,7 +18,7 @@ from outcore.optim.gradients import Gradients
 from outcore.optim.pipeline import Pipeline
 from outcore.optim.reduction import Reduction
 from outcore.parallel.ranks import World
-from parallel.loops import Way, offloaded, stack, train
+from parallel.loops import Way, apart, offloaded, stack, train
 from parallel.together import Outcome, Place, run
 
 BAD = 2
@@ -81,7 +81,8 @@ def failing(place: Place) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # here: an update may strike on another thread
         _strike(*POINTS[place.settings["point"]], HOW[place.settings["how"]])
     model = stack()
-    optimizer = offloaded(model, way, place)
+    with apart(place.settings.get("apart", False)):
+        optimizer = offloaded(model, way, place)
     train(model, optimizer, way, place)
 
 
@@ -101,8 +102,10 @@ def check(outcomes: list[Outcome], how: str) -> None:
         assert bad.error[0] == {"raise": "ZeroDivisionError", "full": "DiskFullError"}[how]
 
 
-def test_a_rank_is_killed(tmp_path: Path) -> None:
-    check(run(failing, 4, tmp_path, patience=45, point="gather in backward", how="kill"), "kill")
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("point", ["gather in backward", "summed gradients"])
+def test_a_rank_is_killed(point: str, far: bool, tmp_path: Path) -> None:
+    check(run(failing, 4, tmp_path, patience=45, point=point, how="kill", apart=far), "kill")
 
 
 @pytest.mark.slow

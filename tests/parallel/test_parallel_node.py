@@ -11,16 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
 import outcore
 from exact.shapes import Frozen, Stack
+from outcore.memory.host import PAGE
 from outcore.model import weights as weights_of
 from outcore.model.directory import Directory
 from outcore.model.shared_frames import SharedFrames
 from outcore.model.weights import Compared
 from outcore.offloaded import engine_of
+from outcore.optim.gradients import Gradients
 from parallel.loops import Way, apart, offloaded, several
 from parallel.test_parallel_matrix import same
 from parallel.together import Place, Team, alone, run, values
@@ -44,6 +47,46 @@ def test_the_same_bits_as_apart(build: Any, two: Team, tmp_path: Path) -> None:
         for found, expected in zip(one, other, strict=True):
             assert same(found, expected)
             assert found["norms"] == expected["norms"]
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_the_same_bits_in_small_pieces(far: bool, four: Team, tmp_path: Path) -> None:
+    """Places of pieces are used again and again, and each rank hears of it in time."""
+    ways = [Way("none", precision="bf16"), Way("parameters", precision="bf16", accumulate=2)]
+    whole = values(four.run(several, tmp_path / "whole", ways=ways))
+    cut = values(four.run(several, tmp_path / "cut", ways=ways, apart=far, piece=1 << 14))
+    for one, other in zip(whole, cut, strict=True):
+        assert all(same(found, expected) for found, expected in zip(one, other, strict=True))
+        assert [found["norms"] for found in one] == [found["norms"] for found in other]
+
+
+def summed(place: Place) -> tuple[int, int]:
+    """Bytes that ranks share for what they send: in a backward pass, and after it."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    way, seen = Way(place.settings["sharding"]), []
+    optimizer = offloaded(model, way, place)
+    measure = Gradients.measure
+
+    def noted(self: Gradients, store: Any) -> None:
+        seen.append(memory_of_the_node())
+        measure(self, store)
+
+    Gradients.measure = noted  # type: ignore[method-assign]
+    try:
+        optimizer.backward(model(torch.ones(2, 256)).square().mean())
+    finally:
+        Gradients.measure = measure  # type: ignore[method-assign]
+    dist.barrier()  # each gives back its own
+    after = memory_of_the_node()
+    outcore.release(model)
+    return max(seen), after
+
+
+@pytest.mark.parametrize("sharding", ["none", "parameters"])
+def test_memory_of_sums_is_given_back_with_the_pass(sharding: str, two: Team, tmp_path: Path) -> None:
+    for most, after in values(two.run(summed, tmp_path, sharding=sharding)):
+        assert most > 256 * 256 * 4
+        assert after <= 4 * PAGE  # what each memory is known by
 
 
 def memory_of_the_node() -> int:

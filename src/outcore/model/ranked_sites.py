@@ -42,11 +42,13 @@ from outcore.optim.reduction import (
     Reduction,
     largest_own_chunk,
     own_gradient_bytes,
+    piece_bytes,
     staging_bytes,
     wider_bytes,
 )
 from outcore.optim.updates import Updates
-from outcore.parallel.node import can_share
+from outcore.parallel.exchange import Exchange, Sent, Shown
+from outcore.parallel.node import can_share, share
 from outcore.parallel.ranks import Ranks, World
 from outcore.trace.clock import Clock
 from outcore.trace.schedule import Schedule
@@ -63,6 +65,7 @@ class Joined:
     def __init__(self, world: World, shares: bool) -> None:
         self._world = world
         self._shares = can_share(world, shares)
+        self._exchange: type[Exchange] = Shown if can_share(world, True) else Sent
         self._states = world.sharding.states
         self._eager = self._states in ("parameters", "gradients") and world.sharding.sums == "backward"
         self._keeps = self._states in ("gradients", "optimizer")
@@ -82,7 +85,7 @@ class Joined:
     def extra(self, units: Sequence[Unit]) -> Extra:
         size = self._world.slices.size
         stores = [store for unit in units for store in unit.stores]
-        working = staging_bytes(stores, size) + largest_own_chunk(stores)
+        working = staging_bytes(stores, size, self._exchange) + largest_own_chunk(stores)
         sums_at_step = self._world.sharding.sums == "step"
         gradients = 0 if self._eager else sum(own_gradient_bytes(store, sums_at_step) for store in stores)
         gradients += sum(wider_bytes(store) for store in stores)
@@ -139,7 +142,12 @@ class Joined:
         arrivals: Arrivals,
     ) -> Summing:
         """What sums gradients over ranks."""
-        reduction = Reduction(own, gradients, stores, self._world, pool)
+        slices = self._world.slices
+        piece = piece_bytes(list(stores), slices.size, self._exchange.PIECE)
+        exchange: Exchange = Sent(slices, piece)
+        if self._exchange is Shown:
+            exchange = Shown(slices, share(self._world, Shown.size(piece, slices.size)), piece)
+        reduction = Reduction(own, gradients, stores, self._world, pool, exchange)
         return Summing(units, own, stores, reduction, self._world, arrivals, self._eager)
 
     def gathering(

@@ -123,14 +123,12 @@ class Summing:
         with self._world.telling(what):
             self._arrivals.arrive(self._stores.values())
             self._reduction.prepare()
-            try:
-                self._world.agree(what)
-            except BaseException:
-                self._reduction.cancel()
-                raise
+            self._world.agree(what)
             stores = [store for unit in reversed(self._units) for store in unit.stores]
             with uncounted():
                 self._reduction.reduce(stores, what)
+            self._world.agree(what)  # all have what they were sent
+            self._reduction.rest()
 
     def agree(self, what: str, word: int) -> bool:
         """Wait for all ranks to come to the same use, and sum what is complete on all of them.
@@ -139,15 +137,9 @@ class Summing:
             Whether all ranks have the same word.
         """
         complete = self._complete()
-        waiting = any(complete)
-        if waiting:
+        if any(complete):
             self._reduction.prepare()
-        try:
-            said = self._world.agree(what, word.to_bytes(WORD, "little") + complete)
-        except BaseException:
-            if waiting:
-                self._reduction.cancel()
-            raise
+        said = self._world.agree(what, word.to_bytes(WORD, "little") + complete)
         agreed = [
             unit
             for unit in reversed(self._units[:FLAGS])
@@ -157,8 +149,6 @@ class Summing:
             with uncounted():
                 self._reduction.reduce([store for unit in agreed for store in unit.stores], what)
             self._world.agree(what)  # what went wrong with the sums is heard of here
-        elif waiting:
-            self._reduction.cancel()
         return all(bits[:WORD] == said[0][:WORD] for bits in said)
 
     def _complete(self) -> bytes:

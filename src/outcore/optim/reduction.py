@@ -28,11 +28,8 @@ from outcore.chunks.pool import Pool
 from outcore.chunks.store import RunStore
 from outcore.memory.host import Region, reserve
 from outcore.optim.gradients import Gradients
+from outcore.parallel.exchange import Exchange, Received
 from outcore.parallel.ranks import World
-
-PIECE = 1 << 19
-"""Elements of a run that are on their way at a time, over all ranks together: in two pieces, one of which is made
-ready, or added, while the other crosses the wire."""
 
 
 class Reduction:
@@ -42,6 +39,7 @@ class Reduction:
         own: what this rank's backward passes leave, over whole runs.
         gradients: of all ranks, over what this rank keeps.
         stores: from the runs as they are kept to those in ``own``.
+        exchange: among the ranks that keep different slices.
     """
 
     def __init__(
@@ -51,13 +49,17 @@ class Reduction:
         stores: Mapping[RunStore, RunStore],
         world: World,
         pool: Pool,
+        exchange: Exchange,
     ) -> None:
         self._own = own
         self._gradients = gradients
         self._stores = stores
         self._world = world
         self._pool = pool
-        self._staging: Region = reserve(staging_bytes(stores, world.slices.size))
+        self._exchange = exchange
+        self._totals: Region = reserve(_total_bytes(exchange.piece, world.slices.size))
+        self._room = exchange.room(exchange.piece) + self._totals.nbytes
+        self._taken = False
         self._faults: list[Exception] = []
 
     def has(self, stores: Sequence[RunStore]) -> bool:
@@ -65,27 +67,29 @@ class Reduction:
         return any(self._own.present(slot) for store in stores for slot in store.run.slots)
 
     def prepare(self) -> None:
-        """Take room for what `reduce` needs: this may fail on one rank alone."""
-        self._pool.borrow(self._staging.nbytes)
+        """Take room for what `reduce` needs, unless it is there: this may fail on one rank alone."""
+        if not self._taken:
+            self._pool.borrow(self._room)
+            self._taken = True
 
-    def cancel(self) -> None:
-        """Give the room of `prepare` back."""
-        self._staging.release()
-        self._pool.repay(self._staging.nbytes)
+    def rest(self) -> None:
+        """Give the room back. All ranks are done with `reduce`."""
+        if self._taken:
+            self._exchange.release()
+            self._totals.release()
+            self._pool.repay(self._room)
+            self._taken = False
 
     def reduce(self, stores: Sequence[RunStore], what: str) -> None:
         """Sum what waits for these runs; all ranks have agreed to this, and called `prepare`."""
         trained = [store for store in stores if store.run.trained]
-        try:
-            present, wide = self._presence(trained, what)
-            for store in trained:
-                slots = [slot for slot in store.run.slots if slot.index in present]
-                if slots:
-                    self._reduce(store, slots, store in wide, what)
-                    self._attempt(lambda store=store: self._own.forget(self._stores[store]))  # type: ignore[misc]
-                    self._attempt(lambda store=store: self._gradients.measure(store))  # type: ignore[misc]
-        finally:
-            self.cancel()
+        present, wide = self._presence(trained, what)
+        for store in trained:
+            slots = [slot for slot in store.run.slots if slot.index in present]
+            if slots:
+                self._reduce(store, slots, store in wide, what)
+                self._attempt(lambda store=store: self._own.forget(self._stores[store]))  # type: ignore[misc]
+                self._attempt(lambda store=store: self._gradients.measure(store))  # type: ignore[misc]
         faults, self._faults = self._faults, []
         if faults:
             raise faults[0]
@@ -98,7 +102,7 @@ class Reduction:
             said.append(self._own.is_wide(self._stores[store]))
             said.extend(slot.index in collected for slot in store.run.slots)
         union = bytearray(len(said))
-        for other in self._world.all_bytes(bytes(said), what):
+        for other in self._world.equal_bytes(bytes(said), what):
             union = bytearray(a | b for a, b in zip(union, other, strict=True))
         present, wide, at = set(), set(), 0
         for store in stores:
@@ -113,24 +117,20 @@ class Reduction:
         slices, own = self._world.slices, self._stores[store]
         share = store.run.entire.share(slices.size)
         dtype = torch.float32 if wide else store.run.dtype
-        step = _piece(share, slices.size)
+        step = self._exchange.piece // (slices.size * dtype.itemsize)
         under_way: Callable[[], None] | None = None
-        for turn, at in enumerate(range(0, share, step)):
-            sent, received, total = self._tensors(min(step, share - at), dtype, turn % 2 * step)
+        for at in range(0, share, step):
+            sent = self._exchange.next(min(step, share - at), dtype)
             self._attempt(lambda sent=sent, at=at: self._collect(own, share, at, sent))  # type: ignore[misc]
-            arrive = slices.begin_exchange(received, sent, what)
+            arrive = self._exchange.begin(what)
             if under_way is not None:
                 under_way()
 
-            def finish(
-                at: int = at,
-                received: torch.Tensor = received,
-                total: torch.Tensor = total,
-                arrive: Callable[[], None] = arrive,
-            ) -> None:
-                arrive()
+            def finish(at: int = at, arrive: Received = arrive) -> None:
+                received = arrive()
                 if self._add_at_once(store, at, received, slots):
                     return
+                total = self._totals.tensor[: 4 * received.shape[1]].view(torch.float32)
                 add_in_order(received, total)
                 self._add_replicas(total, what)
                 total /= self._world.size
@@ -184,16 +184,6 @@ class Reduction:
                 )
             )
 
-    def _tensors(
-        self, count: int, dtype: torch.dtype, behind: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What is sent, what is received, and room for its sum, behind the room of so many elements."""
-        size = self._world.slices.size
-        data = self._staging.tensor[behind * _staged(size) :]
-        nbytes = size * count * dtype.itemsize
-        sent, received = (data[k * nbytes : (k + 1) * nbytes].view(dtype).view(size, count) for k in (0, 1))
-        return sent, received, data[2 * nbytes : 2 * nbytes + 4 * count].view(torch.float32)
-
     def _attempt(self, work: Callable[[], None]) -> None:
         """Do what may fail here alone, unless something did."""
         if not self._faults:
@@ -210,17 +200,22 @@ def add_in_order(parts: torch.Tensor, total: torch.Tensor) -> None:
         total += part
 
 
-def staging_bytes(stores: Mapping[RunStore, RunStore] | Sequence[RunStore], ranks: int) -> int:
+def piece_bytes(stores: Sequence[RunStore], ranks: int, most: int) -> int:
+    """Bytes of a piece of what ranks have for each other: about ``most``, or half of it if that is less."""
+    share = max((s.run.entire.share(ranks) for s in stores if s.run.trained), default=ALIGN)
+    least = 4 * ranks * ALIGN
+    return max(1, min(most, 2 * ranks * share) // least) * least
+
+
+def staging_bytes(stores: Sequence[RunStore], ranks: int, exchange: type[Exchange]) -> int:
     """What a reduction needs beside the gradients."""
-    shares = [s.run.entire.share(ranks) for s in stores if s.run.trained]
-    pieces = [(_piece(share, ranks), share) for share in shares]
-    most = max((piece if piece == share else 2 * piece for piece, share in pieces), default=ALIGN)
-    return most * _staged(ranks)
+    piece = piece_bytes(stores, ranks, exchange.PIECE)
+    return exchange.room(piece) + _total_bytes(piece, ranks)
 
 
-def _staged(ranks: int) -> int:
-    """Bytes for an element of a piece: what is sent, what is received, and its sum."""
-    return 2 * ranks * 4 + 4
+def _total_bytes(piece: int, ranks: int) -> int:
+    """What the sum of a piece takes in fp32, if it came in half as many bytes."""
+    return 2 * piece // ranks
 
 
 def own_gradient_bytes(store: RunStore, summed: bool) -> int:
@@ -245,8 +240,3 @@ def largest_own_chunk(stores: Sequence[RunStore]) -> int:
         width = run.dtype.itemsize + (0 if run.dtype is torch.float32 else 4)
         found = max(found, *(width * (stop - start) for start, stop in map(run.extent, range(run.chunks))))
     return found
-
-
-def _piece(share: int, ranks: int) -> int:
-    """Elements of a slice that are on their way at a time: a multiple of what slices are."""
-    return min(share, max(PIECE // ranks // ALIGN * ALIGN, ALIGN))

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from outcore.errors import PeerError, StateError, UsageError
 from outcore.memory.ledger import WIRE, Ledger
 from outcore.parallel import told
-from outcore.parallel.header import BITS, SIZE, Header, compare
+from outcore.parallel.header import BITS, Header, compare
 from outcore.parallel.pulse import Pulse
 from outcore.parallel.rollcall import Life, RollCall
 from outcore.parallel.sharding import Sharding
@@ -201,10 +201,7 @@ class World:
         assert len(bits) <= BITS
         own = Header(self._sequence, doing, fault, bits)
         self._sequence += 1
-        table = torch.zeros(self.size, SIZE, dtype=torch.uint8)
-        table[self.number] = torch.frombuffer(bytearray(own.pack()), dtype=torch.uint8)
-        self._all.gather(table, doing)
-        headers = [Header.unpack(bytes(row.tolist())) for row in table]
+        headers = [Header.unpack(said) for said in self.equal_bytes(own.pack(), doing)]
         error = compare(headers, self.number)
         if error is not None:
             self._broken = error
@@ -278,11 +275,16 @@ class World:
         longest = int(lengths.max())
         if longest == 0:
             return [b""] * self.size
-        table = torch.zeros(self.size, longest, dtype=torch.uint8)
+        found = self.equal_bytes(data.ljust(longest, b"\0"), what)
+        return [said[: int(n)] for said, n in zip(found, lengths, strict=True)]
+
+    def equal_bytes(self, data: bytes, what: str) -> list[bytes]:
+        """The same where all ranks give equally many."""
+        table = torch.zeros(self.size, len(data), dtype=torch.uint8)
         if data:
-            table[self.number, : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            table[self.number] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._all.gather(table, what)
-        return [bytes(row[: int(n)].tolist()) for row, n in zip(table, lengths, strict=True)]
+        return [bytes(row.tolist()) for row in table]
 
     def words(self, data: bytes, what: str) -> list[bytes]:
         self.agree(what)
