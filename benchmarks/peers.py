@@ -116,8 +116,8 @@ def training_ratios(scores: dict[str, Score], speeds: dict[str, float] | None) -
             ratios[key] = scores[other].median("seconds") / scores[ours].median("seconds")
             ratios[f"{key}_processor"] = scores[other].median("processor") / scores[ours].median("processor")
     if done("outcore, disk") and done("deepspeed, disk"):
-        ours, other = scores["outcore, disk"], scores["deepspeed, disk"]
-        ratios["disk_rss_vs_deepspeed"] = ours.most("peak_rss") / other.most("peak_rss")
+        peaks = [scores[name].most("peak_rss") for name in ("outcore, disk", "deepspeed, disk")]
+        ratios["disk_rss_vs_deepspeed"] = peaks[0] / peaks[1]
     if done("outcore, disk") and done("outcore, host") and speeds:
         moved = scores["outcore, disk"].turns[0]["moved"]
         on_disk = sum(moved[link] / speed for link, speed in speeds.items())

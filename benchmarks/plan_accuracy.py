@@ -152,7 +152,7 @@ def correlation(first: list[float], second: list[float]) -> float:
 def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
     device = torch.device(options.device or "cpu")
     machine = Here.of(profile(device, options.folder), device)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for label, case in memory_cases(options.device, options.large).items():
         try:
             row = compare(case, machine, options.folder)

@@ -107,7 +107,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = [timed(*map(int, size.split("x")), options.steps) for size in options.sizes]
+    sizes = [[int(number) for number in size.split("x")] for size in options.sizes]
+    found = [timed(units, chunks, options.steps) for units, chunks in sizes]
     rows = [
         [
             f"{one['chunks']:,}",

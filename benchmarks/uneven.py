@@ -1,6 +1,6 @@
 """Two ranks of which one is throttled: a step with even parts, with parts by speed, and as the ideal division has it.
 
-    python benchmarks/uneven.py [--throttle 3] [--rows 24] [--steps 8] [--rounds 3] [--sharding none] [--json FILE]
+    python benchmarks/uneven.py [--throttle 3] [--rows 320] [--steps 8] [--rounds 3] [--sharding none] [--json FILE]
 
 The slow rank is stopped by a signal for most of each 12 ms, as a machine that is that much slower would be late with
 everything. Even parts and parts by speed take turns. The ideal is the batch by the sum of both speeds, as they were
@@ -26,7 +26,7 @@ from torch import multiprocessing
 
 import outcore
 from outcore.integrations.transformers import build
-from outcore.model.shares import Shares, busy_by
+from outcore.model.shares import Split, busy_by
 from outcore.offloaded import engine_of
 
 SLICE = 0.004
@@ -51,7 +51,8 @@ def train(rank: int, options: argparse.Namespace, folder: str, pipe: Any) -> Non
     )
     engine = engine_of(built.model)
     busy = busy_by(engine.ledger)
-    kinds = {split: Shares(engine.ranks, split, busy) for split in ("even", "speed")}
+    splits: tuple[Split, ...] = ("even", "speed")
+    kinds = {split: outcore.shares(built.model, split) for split in splits}
     ids = torch.randint(0, built.vocabulary, (options.rows, options.seq_len))
     found: dict[str, list[tuple[float, float, int]]] = {split: [] for split in kinds}
 
@@ -91,9 +92,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="gpt2-tiny")
-    parser.add_argument("--host-memory", default="1GiB")
+    parser.add_argument("--host-memory", default="6GiB")
     parser.add_argument("--sharding", default="none")
-    parser.add_argument("--rows", type=int, default=24)
+    parser.add_argument("--rows", type=int, default=320)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--throttle", type=float, default=3.0)
     parser.add_argument("--steps", type=int, default=8)

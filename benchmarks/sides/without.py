@@ -17,7 +17,7 @@ from outcore.optim.kernels import AdamRule, Workers, choice
 
 
 def _update_in_the_step() -> None:
-    made = engine.Pipeline
+    made: Any = engine.Pipeline
 
     def pipeline(*given: Any) -> Any:
         return made(*given[:-1], False)
