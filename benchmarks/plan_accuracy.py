@@ -13,10 +13,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
+import multiprocessing
 import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,6 +149,8 @@ def correlation(first: list[float], second: list[float]) -> float:
     """Spearman's, of values that are all different."""
     count = len(first)
     apart = sum((a - b) ** 2 for a, b in zip(ranks(first), ranks(second), strict=True))
+    if count < 2:
+        return math.nan
     return 1 - 6 * apart / (count * (count**2 - 1))
 
 
@@ -185,14 +190,27 @@ class Timed(Here):
         return Replays(self, Timebook(), self.clock, self.at)
 
 
-def times(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Runs and plans in turns: on a shared machine speeds change by the minute, and medians of both are compared."""
-    device = torch.device(options.device or "cpu")
-    cases = {label: case for label, case in time_cases(options.device).items() if options.only in label}
-    limits = {label: case.limits(case.subject()) for label, case in cases.items()}
+def turn(options: argparse.Namespace, label: str, profiled: Here) -> tuple[Outcome, float]:
+    """The plan of one setting, and seconds of its step."""
+    prepare(options)
     clock = time.process_time if options.cpu else time.perf_counter
     if options.cpu:
         torch.set_num_threads(1)
+    case = time_cases(options.device)[label]
+    limits = case.limits(case.subject())
+    planned = predict(case, limits, Timed(**vars(profiled), clock=clock))
+    with tempfile.TemporaryDirectory(dir=options.folder) as inside:
+        return planned, measure(case, limits, Path(inside), STEPS, clock).seconds
+
+
+def times(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs and plans in turns: on a shared machine speeds change by the minute, and medians of both are compared.
+
+    Each setting is planned and run in a process of its own: what a run before left of the C library's heap would be
+    there for the next one's results, and for those of its plan even more.
+    """
+    device = torch.device(options.device or "cpu")
+    cases = [label for label in time_cases(options.device) if options.only in label]
     found: dict[str, list[float]] = {label: [] for label in cases}
     planned: dict[str, list[Outcome]] = {label: [] for label in cases}
     for _ in range(options.rounds):
@@ -205,11 +223,11 @@ def times(options: argparse.Namespace) -> list[dict[str, Any]]:
             f"disk keeps {profiled.slowed:.2f} of its speed; computing and an update {profiled.both:.2f}",
             flush=True,
         )
-        for label, case in cases.items():
-            machine = Timed(**vars(profiled), clock=clock)
-            planned[label].append(predict(case, limits[label], machine))
-            with tempfile.TemporaryDirectory(dir=options.folder) as inside:
-                found[label].append(measure(case, limits[label], Path(inside), STEPS, clock).seconds)
+        for label in cases:
+            with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as alone:
+                plan, seconds = alone.submit(turn, options, label, profiled).result()
+            planned[label].append(plan)
+            found[label].append(seconds)
             print(f"  {label}: {planned[label][-1].seconds:.3f}, {found[label][-1]:.3f}", flush=True)
     rows: list[dict[str, Any]] = []
     for label in cases:
@@ -236,6 +254,18 @@ def times(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def prepare(options: argparse.Namespace) -> None:
+    """What a process needs before it plans or runs."""
+    hf.logging.set_verbosity_error()
+    outcore.widen_matmuls()
+    if options.device == "emu":
+        from emulated import accelerator
+
+        accelerator.load()
+        link = options.link or (SLOW if options.time else LINK) / 1e9
+        accelerator.configure(h2d_gbps=link, d2h_gbps=link, checker=False, poison=False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, required=True)
@@ -257,15 +287,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of --time: profiles, and runs of each setting")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    hf.logging.set_verbosity_error()
-    outcore.widen_matmuls()
     options.folder.mkdir(parents=True, exist_ok=True)
-    if options.device == "emu":
-        from emulated import accelerator
-
-        accelerator.load()
-        link = options.link or (SLOW if options.time else LINK) / 1e9
-        accelerator.configure(h2d_gbps=link, d2h_gbps=link, checker=False, poison=False)
+    prepare(options)
     rows = (times if options.time else memory)(options)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
