@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from contextlib import nullcontext
@@ -63,12 +64,14 @@ def test_the_same_bits_in_small_pieces(far: bool, four: Team, tmp_path: Path) ->
 def summed(place: Place) -> tuple[int, int]:
     """Bytes that ranks share for what they send: in a backward pass, and after it."""
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    gc.collect()  # what engines of other tests have left
+    before = memory_of_the_node()
     way, seen = Way(place.settings["sharding"]), []
     optimizer = offloaded(model, way, place)
     measure = Gradients.measure
 
     def noted(self: Gradients, store: Any) -> None:
-        seen.append(memory_of_the_node())
+        seen.append(memory_of_the_node() - before)
         measure(self, store)
 
     Gradients.measure = noted  # type: ignore[method-assign]
@@ -77,7 +80,7 @@ def summed(place: Place) -> tuple[int, int]:
     finally:
         Gradients.measure = measure  # type: ignore[method-assign]
     dist.barrier()  # each gives back its own
-    after = memory_of_the_node()
+    after = memory_of_the_node() - before
     outcore.release(model)
     return max(seen), after
 
