@@ -294,3 +294,27 @@ def test_the_end_of_the_process(end: str, prefetch: bool, tmp_path: Path) -> Non
     else:
         outcore.verify(tmp_path / "saved")
         assert [place.name for place in tmp_path.iterdir()] == ["saved"]
+
+
+def test_the_end_of_a_process_that_looked_at_a_checkpoint_first(tmp_path: Path) -> None:
+    """What ends with the process ends in one order, whatever was imported when."""
+    looked = """import outcore
+from outcore.errors import OutcoreError
+try:
+    outcore.verify("/nowhere")
+except OutcoreError:
+    pass
+"""
+    script = SCRIPT.format(end="", prefetch=True).replace("import outcore\n", looked, 1)
+    assert looked in script
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "saved")],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "error" not in done.stderr
+    outcore.verify(tmp_path / "saved")

@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler
 import outcore
 from engine.twin import Run, adamw, of_trained, same, spread
 from outcore.errors import ModelError, NonFiniteError, StateError
+from outcore.optim.pipeline import Pipeline
 
 
 def test_step_without_gradients(tmp_path: Path) -> None:
@@ -100,6 +101,52 @@ def test_clipping_twice(order: str, precision: str, tmp_path: Path) -> None:
             run.step()
 
     same(script, tmp_path, precision=precision, tight="4MiB")
+
+
+def test_a_second_norm_after_values(tmp_path: Path) -> None:
+    """It is the norm of what the first left, also where that clipped."""
+
+    def script(run: Run) -> None:
+        for step in range(3):
+            run.backward(step)
+            run.optimizer.clip_grad_value_(1.0)
+            for most in (1e-2, 1e-3, 1.0):
+                run.log.append(run.optimizer.clip_grad_norm_(most).item())
+            assert run.log[-1] == pytest.approx(1e-3, rel=1e-2)
+            run.step()
+
+    same(script, tmp_path, tight="4MiB")
+
+
+def test_a_refused_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same step can be tried again, with its clip and its count."""
+
+    def trained(refuse: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+        optimizer = outcore.AdamW(model.parameters(), lr=0.1)
+        outcore.offload(model, optimizer, device="cpu", budget=outcore.Budget(host="64MiB"))
+        for _ in range(2):
+            optimizer.backward(1e3 * model(torch.ones(4, 8)).square().mean())
+            optimizer.clip_grad_norm_(1e-3)
+            if refuse:
+                with monkeypatch.context() as patch:
+                    patch.setattr(Pipeline, "begin", _refused)
+                    with pytest.raises(StateError, match="planned"):
+                        optimizer.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = {name: value.clone() for name, value in outcore.weights(model)}
+        found["steps"] = torch.tensor([entry["step"] for entry in optimizer.state_dict()["state"].values()])
+        outcore.release(model)
+        return found
+
+    once, again = trained(False), trained(True)
+    assert all(torch.equal(value, again[name]) for name, value in once.items())
+
+
+def _refused(*given: Any) -> None:
+    raise StateError("planned")
 
 
 def test_fp16_overflow(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -91,3 +92,23 @@ def test_it_has_no_name_and_ends_with_its_last_mapping(memory: SharedMemory) -> 
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:outcore" in line]
     assert maps
     assert all(line.split()[1] == "rw-s" for line in maps)
+
+
+def test_a_refused_mapping_closes_its_file_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may have been given the number in between."""
+    closed: list[int] = []
+    close = os.close
+
+    def noted(fd: int) -> None:
+        closed.append(fd)
+        close(fd)
+
+    def refused(fd: int, nbytes: int) -> None:
+        raise OSError("planned")
+
+    monkeypatch.setattr("outcore.memory.shared.os.close", noted)
+    monkeypatch.setattr("outcore.memory.shared.mmap.mmap", refused)
+    with pytest.raises(OSError, match="planned"):
+        SharedMemory.create(PAGE)
+    gc.collect()
+    assert len(closed) == len(set(closed)) > 0

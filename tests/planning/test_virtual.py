@@ -22,12 +22,15 @@ def told(store: RunStore) -> object:
     return store.name, store.run, chunks, store.totals is store.gradients, store.planes, store.written
 
 
+@pytest.mark.parametrize("frozen_too", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("shape", FAMILIES, ids=lambda shape: shape.name)
-def test_a_plan_lays_out_what_a_run_does(shape: Shape, precision: str) -> None:
+def test_a_plan_lays_out_what_a_run_does(shape: Shape, precision: str, frozen_too: bool) -> None:
+    """Whether or not the optimizer holds what is frozen, as loops for adapters do."""
     model = shape.build().train()
-    next(model.parameters()).requires_grad_(False)  # a run that is not trained
-    optimizer = outcore.AdamW(p for p in model.parameters() if p.requires_grad)
+    for parameter in list(model.parameters())[::2]:
+        parameter.requires_grad_(False)
+    optimizer = outcore.AdamW(p for p in model.parameters() if p.requires_grad or frozen_too)
     wanted = outcore.Precision(precision)  # type: ignore[arg-type]
     planned, _ = Subject(model, optimizer, shape.batch(0), precision=wanted).layout(parse_size(CHUNK))
     outcore.offload(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 from pathlib import Path
 from typing import Protocol
 
 from outcore.errors import OutcoreError
+from outcore.memory import ending
 
 
 class Underway(Protocol):
@@ -60,4 +60,4 @@ def _end() -> None:
             print(f"outcore: error: {error}", file=sys.stderr)
 
 
-atexit.register(_end)
+ending.before(_end)

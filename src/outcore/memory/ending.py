@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -25,6 +26,14 @@ _open: weakref.WeakKeyDictionary[Shutable, int] = weakref.WeakKeyDictionary()
 """With the process that made them: their threads do not exist in a child that was forked meanwhile."""
 
 
+_first: list[Callable[[], None]] = []
+
+
+def before(end: Callable[[], None]) -> None:
+    """When the process ends, call this before anything is shut: it needs what is open then."""
+    _first.append(end)
+
+
 def enter(owner: Shutable) -> None:
     """Shut it when the process ends, unless it is gone or left by then."""
     _open[owner] = os.getpid()
@@ -36,6 +45,8 @@ def leave(owner: Shutable) -> None:
 
 
 def _end() -> None:
+    for end in _first:
+        end()
     for owner, process in list(_open.items()):
         if process == os.getpid():
             with suppress(Exception):  # nobody is left to tell, and the others must be shut too

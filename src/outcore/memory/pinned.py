@@ -43,7 +43,12 @@ class PinnedMemory:
             if self._locked + nbytes > self._limit:
                 self._give_back(nbytes)
             self._locked += nbytes
-        return self._allocate(nbytes)
+        try:
+            return self._allocate(nbytes)
+        except BaseException:
+            with self._lock:
+                self._locked -= nbytes
+            raise
 
     def put(self, memory: torch.Tensor) -> None:
         """Memory that is not used any more, neither by the host nor by a copy."""

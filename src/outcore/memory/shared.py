@@ -41,12 +41,13 @@ class SharedMemory:
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        self._fd = fd
+        self._fd = -1
         try:
             self._mapping = mmap.mmap(fd, nbytes)
         except BaseException:
             os.close(fd)
             raise
+        self._fd = fd
         self.tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self.buffer = memoryview(self._mapping)
         self._lock = threading.Lock()

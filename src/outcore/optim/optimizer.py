@@ -11,6 +11,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol, overload
 
 import torch
@@ -151,7 +152,8 @@ class Optimizer(torch.optim.Optimizer):
         if not max_norm > 0:
             raise UsageError(f"a norm can only be clipped to a positive value, not to {max_norm}")
         transform = self._unscaled()
-        total = clipping.norm(self._work().sum_of_squares(transform), transform)
+        squares = self._work().sum_of_squares(replace(transform, post_scale=1.0))
+        total = clipping.norm(squares, transform)
         if not math.isfinite(total):
             if error_if_nonfinite:
                 raise NonFiniteError(
@@ -191,20 +193,19 @@ class Optimizer(torch.optim.Optimizer):
         self._refuse_moved()
         work = self._work()
         overflow = not math.isfinite(work.sum_of_squares(GradTransform()))
-        transform, self._transform = self._unscaled(), GradTransform()
+        self.nonfinite = work.first_nonfinite() if overflow else None
+        if not overflow:  # what is refused here changes nothing
+            steps = self._steps | {index: self._steps.get(index, 0) + 1 for index in work.present()}
+            hyper = [{k: _kept(v) for k, v in group.items() if k != "params"} for group in self.param_groups]
+            work.apply(Due(hyper, self.group_of(), dict(steps), self._unscaled()))
+            self._steps = steps
+        self._transform = GradTransform()
         if self.loss_scale is not None:
             self.loss_scale.update(overflow)
-        self.nonfinite = work.first_nonfinite() if overflow else None
         if overflow:
             self.skipped_steps += 1
             self._say_skipped()
             work.clear()
-            return loss
-        present = work.present()
-        for index in present:
-            self._steps[index] = self._steps.get(index, 0) + 1
-        hyper = [{k: _kept(v) for k, v in group.items() if k != "params"} for group in self.param_groups]
-        work.apply(Due(hyper, self.group_of(), dict(self._steps), transform))
         return loss
 
     def _refuse_moved(self) -> None:

@@ -119,20 +119,23 @@ class Subject:
         self.tokens = max(1, max(int(t.numel()) for t in tensors) // max(1, self.batch_size))
         ours = {p: name for name, p in model.named_parameters()}
         self._numbers = {}
+        trained = []
         for number, parameter in enumerate(optimizer.parameters()):
             if parameter not in ours:
                 raise ModelError(
                     f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not in the model"
                 )
+            self._numbers[ours[parameter]] = number
             if parameter.requires_grad:
-                self._numbers[ours[parameter]] = number
+                trained.append(ours[parameter])
+        self._trained = frozenset(trained)
         if not ours:
             raise ModelError("the model has no parameters")
         self.facts = self._count()
 
     def _count(self) -> Facts:
         plans, _ = discover(self.model, self.patterns)
-        trained = self._numbers
+        trained = self._trained
         units = tuple(
             UnitFacts(
                 plan.name,
@@ -166,7 +169,9 @@ class Subject:
         plans, points = discover(model, self.patterns)
         names = dict(model.named_parameters())
         numbers = {names[name]: number for name, number in self._numbers.items() if name in names}
-        units = lay(plans, wants_fp32(model), self.precision.dtype, self.rule, numbers, chunk_bytes)
+        trained = {names[name] for name in self._trained if name in names}
+        kept = wants_fp32(model)
+        units = lay(plans, kept, self.precision.dtype, self.rule, numbers, trained, chunk_bytes)
         return units, points
 
     def trace(self, micro_batch: int, activations: Activations) -> Trace:
@@ -191,7 +196,7 @@ class Subject:
         """As a few blocks of a deep model tell, if they do; see `outcore.planning.depth`."""
         if self.patterns is not None or activations.units or offloads(activations.blocks):
             return None  # names and numbers of units mean something here, and a shorter model has others
-        depth = Depth.of(self.model, frozenset(self._numbers))
+        depth = Depth.of(self.model, self._trained)
         if depth is None:
             return None
         try:

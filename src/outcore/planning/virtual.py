@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ def lay(
     dtype: torch.dtype,
     rule: Rule | None,
     numbers: Mapping[nn.Parameter, int],
+    trained: Collection[nn.Parameter],
     chunk_bytes: int,
 ) -> list[Unit]:
     """The units of a model with their chunks.
@@ -31,7 +32,8 @@ def lay(
         keep: parameters that keep their dtype (`outcore.model.placement.wants_fp32`).
         dtype: what floating parameters are computed in.
         rule: the optimizer's, or ``None`` for inference.
-        numbers: the trained parameters with the optimizer's numbers.
+        numbers: the optimizer's parameters with their numbers.
+        trained: those of them that are not frozen.
         chunk_bytes: as `outcore.offload` takes it.
     """
     number_of = dict(numbers)
@@ -41,8 +43,8 @@ def lay(
         for name, parameter in plan.parameters:
             number = number_of.setdefault(parameter, len(number_of))
             kept = not parameter.is_floating_point() or parameter in keep
-            trained = rule is not None and parameter in numbers
-            entries.append(Entry(number, parameter.shape, parameter.dtype if kept else dtype, trained))
+            learns = rule is not None and parameter in trained
+            entries.append(Entry(number, parameter.shape, parameter.dtype if kept else dtype, learns))
             found[number] = (name, parameter)
         stores, bindings = [], []
         whole = rule is not None and rule.whole_parameters
