@@ -2,7 +2,8 @@
 
 Memory: GPT-2, Llama, T5 and Mixtral at toy size and GPT-2 124M, kept and recomputed, 1 and 4 micro-batches, tight and
 roomy, on the CPU and, if asked for, on the emulated device. Time: ten settings of a model large enough to be timed,
-in rounds in which this machine is profiled and each setting is planned and run; two rounds take under six minutes.
+in rounds in which this machine is profiled and each setting is planned and run, in a process of its own; a round takes
+four to six minutes.
 
     python benchmarks/plan_accuracy.py --folder DIR [--device emu] [--large] [--json FILE]
     python benchmarks/plan_accuracy.py --folder DIR [--device emu] --time [--rounds N] [--cpu] [--only WORD] [--link G]
@@ -194,8 +195,6 @@ def turn(options: argparse.Namespace, label: str, profiled: Here) -> tuple[Outco
     """The plan of one setting, and seconds of its step."""
     prepare(options)
     clock = time.process_time if options.cpu else time.perf_counter
-    if options.cpu:
-        torch.set_num_threads(1)
     case = time_cases(options.device)[label]
     limits = case.limits(case.subject())
     planned = predict(case, limits, Timed(**vars(profiled), clock=clock))
@@ -258,6 +257,8 @@ def prepare(options: argparse.Namespace) -> None:
     """What a process needs before it plans or runs."""
     hf.logging.set_verbosity_error()
     outcore.widen_matmuls()
+    if options.cpu:
+        torch.set_num_threads(1)
     if options.device == "emu":
         from emulated import accelerator
 

@@ -10,7 +10,7 @@ network of their own, whose loopback device counts them once more, with headers 
     python benchmarks/ranks.py --json ranks.json
     python benchmarks/ranks.py --apart
 
-Ranks of one machine gather through memory that they share, and only sums cross a wire. ``--apart`` lets them share
+Ranks of one machine gather and sum through memory that they share, and only words cross a wire. ``--apart`` lets them share
 none, as on different machines.
 """
 

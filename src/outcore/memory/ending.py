@@ -45,12 +45,14 @@ def leave(owner: Shutable) -> None:
 
 
 def _end() -> None:
-    for end in _first:
-        end()
-    for owner, process in list(_open.items()):
-        if process == os.getpid():
-            with suppress(Exception):  # nobody is left to tell, and the others must be shut too
-                owner.shut()
+    try:
+        for end in _first:
+            end()
+    finally:
+        for owner, process in list(_open.items()):
+            if process == os.getpid():
+                with suppress(Exception):  # nobody is left to tell, and the others must be shut too
+                    owner.shut()
 
 
 atexit.register(_end)
