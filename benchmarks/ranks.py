@@ -10,8 +10,8 @@ network of their own, whose loopback device counts them once more, with headers 
     python benchmarks/ranks.py --json ranks.json
     python benchmarks/ranks.py --apart
 
-Ranks of one machine gather and sum through memory that they share, and only words cross a wire. ``--apart`` lets them share
-none, as on different machines.
+Ranks of one machine gather and sum through memory that they share, and only words cross a wire. ``--apart`` lets them
+share none, as on different machines.
 """
 
 from __future__ import annotations

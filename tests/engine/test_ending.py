@@ -66,3 +66,17 @@ def test_a_forked_child_leaves_its_parents_threads_alone(tmp_path: Path) -> None
     )
     assert ran.returncode == 0, ran.stderr
     assert "child: 0" in ran.stdout
+
+
+def test_what_comes_first_at_the_end_may_fail(tmp_path: Path) -> None:
+    """Threads are ended all the same."""
+    end = "from outcore.memory import ending\nending.before(lambda: 1 / 0)"
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(end=end), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "ZeroDivisionError" in ran.stderr
+    assert "at the end: []" in ran.stdout

@@ -23,7 +23,7 @@ from outcore.model.gathering import Gathering
 from outcore.model.host_frames import HostFrames
 from outcore.offloaded import engine_of
 from outcore.optim.gradients import Gradients
-from parallel.loops import Way, stack, train
+from parallel.loops import Way, apart, stack, train
 from parallel.test_parallel_bytes import held, large, steps
 from parallel.together import Place
 
@@ -173,7 +173,8 @@ def states_of(place: Place) -> dict[str, Any]:
     """Bytes that this rank's tiers hold between steps, bytes received in a step, and what `capacity` must be."""
     with computing_on(accelerator.NAME):
         model = large()
-        optimizer = lifted(model, Lift(Way(host="256MiB")), place)
+        with apart(place.settings["apart"]):
+            optimizer = lifted(model, Lift(Way(host="256MiB")), place)
         steps(model, optimizer, 1)
         before = outcore.snapshot(model).moved.get("wire", 0)
         steps(model, optimizer, 2)

@@ -109,14 +109,18 @@ def test_sums_alone_are_measured(two: Team, tmp_path: Path) -> None:
         assert own == 0
 
 
-def test_memory_wire_and_capacity(two: Team, tmp_path: Path) -> None:
-    """The host holds half of the states, the device none between steps; the wire carries what is gathered, twice."""
+@pytest.mark.parametrize("far", [False, True])
+def test_memory_wire_and_capacity(far: bool, two: Team, tmp_path: Path) -> None:
+    """The host holds half of the states, the device none between steps; the wire carries the least there can be.
+
+    That is two gathers, and the sums of ranks that share no memory.
+    """
     n = count(large())
-    found = values(two.run(states_of, tmp_path))
+    found = values(two.run(states_of, tmp_path, apart=far))
     for rank in found:
         assert rank["host"] == pytest.approx(12 * n / 2, rel=0.05)
         assert rank["device"] < 0.05 * 4 * n
-        assert 1 <= rank["wire"] / (2 * 4 * n / 2) <= 1.02
+        assert 1 <= rank["wire"] / ((2 + far) * 4 * n / 2) <= 1.02
     values(two.run(on_a_device_as_large_as, tmp_path, peak=max(rank["peak"] for rank in found)))
 
 
