@@ -14,7 +14,7 @@ from torch import nn
 import outcore
 from exact.shapes import Stack
 from outcore.model import ranked_sites
-from outcore.parallel.exchange import Sent, Shown
+from outcore.parallel.exchange import SharedExchange, WireExchange
 from outcore.parallel.node import can_share
 from outcore.parallel.ranks import World
 from parallel.together import Place
@@ -106,7 +106,8 @@ def pieces_of(nbytes: int | None) -> Iterator[None]:
     if nbytes is None:
         yield
         return
-    with mock.patch.object(Sent, "PIECE", nbytes), mock.patch.object(Shown, "PIECE", nbytes):
+    wire, shared = (mock.patch.object(kind, "LARGEST", nbytes) for kind in (WireExchange, SharedExchange))
+    with wire, shared:
         yield
 
 

@@ -47,8 +47,8 @@ from outcore.optim.reduction import (
     wider_bytes,
 )
 from outcore.optim.updates import Updates
-from outcore.parallel.exchange import Exchange, Sent, Shown
-from outcore.parallel.node import can_share, share
+from outcore.parallel.exchange import Exchange, SharedExchange, WireExchange
+from outcore.parallel.node import can_share
 from outcore.parallel.ranks import Ranks, World
 from outcore.trace.clock import Clock
 from outcore.trace.schedule import Schedule
@@ -65,7 +65,7 @@ class Joined:
     def __init__(self, world: World, shares: bool) -> None:
         self._world = world
         self._shares = can_share(world, shares)
-        self._exchange: type[Exchange] = Shown if can_share(world, True) else Sent
+        self._exchange: type[Exchange] = SharedExchange if can_share(world, True) else WireExchange
         self._states = world.sharding.states
         self._eager = self._states in ("parameters", "gradients") and world.sharding.sums == "backward"
         self._keeps = self._states in ("gradients", "optimizer")
@@ -142,11 +142,8 @@ class Joined:
         arrivals: Arrivals,
     ) -> Summing:
         """What sums gradients over ranks."""
-        slices = self._world.slices
-        piece = piece_bytes(list(stores), slices.size, self._exchange.PIECE)
-        exchange: Exchange = Sent(slices, piece)
-        if self._exchange is Shown:
-            exchange = Shown(slices, share(self._world, Shown.size(piece, slices.size)), piece)
+        largest = piece_bytes(list(stores), self._world.slices.size, self._exchange.LARGEST)
+        exchange = self._exchange.among(self._world, largest)
         reduction = Reduction(own, gradients, stores, self._world, pool, exchange)
         return Summing(units, own, stores, reduction, self._world, arrivals, self._eager)
 

@@ -28,7 +28,7 @@ from outcore.chunks.pool import Pool
 from outcore.chunks.store import RunStore
 from outcore.memory.host import Region, reserve
 from outcore.optim.gradients import Gradients
-from outcore.parallel.exchange import Exchange, Received
+from outcore.parallel.exchange import Exchange, Piece
 from outcore.parallel.ranks import World
 
 
@@ -57,8 +57,8 @@ class Reduction:
         self._world = world
         self._pool = pool
         self._exchange = exchange
-        self._totals: Region = reserve(_total_bytes(exchange.piece, world.slices.size))
-        self._room = exchange.room(exchange.piece) + self._totals.nbytes
+        self._totals: Region = reserve(_total_bytes(exchange.largest, world.slices.size))
+        self._room = exchange.host_bytes(exchange.largest) + self._totals.nbytes
         self._taken = False
         self._faults: list[Exception] = []
 
@@ -117,17 +117,18 @@ class Reduction:
         slices, own = self._world.slices, self._stores[store]
         share = store.run.entire.share(slices.size)
         dtype = torch.float32 if wide else store.run.dtype
-        step = self._exchange.piece // (slices.size * dtype.itemsize)
+        step = self._exchange.largest // (slices.size * dtype.itemsize)
         under_way: Callable[[], None] | None = None
         for at in range(0, share, step):
-            sent = self._exchange.next(min(step, share - at), dtype)
-            self._attempt(lambda sent=sent, at=at: self._collect(own, share, at, sent))  # type: ignore[misc]
-            arrive = self._exchange.begin(what)
+            piece = self._exchange.next(min(step, share - at), dtype)
+            self._attempt(lambda sent=piece.sent, at=at: self._collect(own, share, at, sent))  # type: ignore[misc]
+            arrive = piece.begin(what)
             if under_way is not None:
                 under_way()
 
-            def finish(at: int = at, arrive: Received = arrive) -> None:
-                received = arrive()
+            def finish(at: int = at, piece: Piece = piece, arrive: Callable[[], None] = arrive) -> None:
+                arrive()
+                received = piece.received
                 if self._add_at_once(store, at, received, slots):
                     return
                 total = self._totals.tensor[: 4 * received.shape[1]].view(torch.float32)
@@ -209,8 +210,8 @@ def piece_bytes(stores: Sequence[RunStore], ranks: int, most: int) -> int:
 
 def staging_bytes(stores: Sequence[RunStore], ranks: int, exchange: type[Exchange]) -> int:
     """What a reduction needs beside the gradients."""
-    piece = piece_bytes(stores, ranks, exchange.PIECE)
-    return exchange.room(piece) + _total_bytes(piece, ranks)
+    piece = piece_bytes(stores, ranks, exchange.LARGEST)
+    return exchange.host_bytes(piece) + _total_bytes(piece, ranks)
 
 
 def _total_bytes(piece: int, ranks: int) -> int:

@@ -13,135 +13,146 @@ heard that of all the others.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, Self
 
 import torch
 
 from outcore.memory.host import PAGE, Region, reserve
 from outcore.memory.shared import SharedMemory
+from outcore.parallel.node import share
+from outcore.parallel.ranks import World
 from outcore.parallel.wire import Wire
 
-Received = Callable[[], torch.Tensor]
-"""Waits for a piece; returns what each rank has for this one, shape [ranks, n], valid until two more are begun."""
+
+@dataclass(frozen=True)
+class Piece:
+    """What ranks have for each other of the same n elements.
+
+    Attributes:
+        sent: this rank's part for each, shape [ranks, n]: filled before `begin`, and left alone afterwards.
+        received: each rank's part for this one, shape [ranks, n]: there when the wait is over, until two more pieces
+            have begun.
+    """
+
+    sent: torch.Tensor
+    received: torch.Tensor
+    _exchanged: tuple[torch.Tensor, torch.Tensor]
+    _wire: Wire
+
+    def begin(self, what: str) -> Callable[[], None]:
+        """Hand it over; what is returned waits until the others have.
+
+        Args:
+            what: for messages.
+        """
+        return self._wire.begin_exchange(*self._exchanged, what)
 
 
 class Exchange(Protocol):
     """Pieces in one order, the same on all ranks. A piece is waited for before the one after the next is begun.
 
     Attributes:
-        PIECE: bytes of a piece, for all ranks together, beyond which larger ones are no faster.
-        piece: the most bytes that one has here.
+        LARGEST: bytes of a piece, for all ranks together, beyond which larger ones are no faster.
+        largest: the most bytes that one has here.
     """
 
-    PIECE: ClassVar[int]
-    piece: int
+    LARGEST: ClassVar[int]
+    largest: int
 
     @classmethod
-    def room(cls, piece: int) -> int:
-        """Bytes on the host that this rank answers for, if pieces are no larger than ``piece``."""
+    def among(cls, world: World, largest: int) -> Self:
+        """One for the ranks that keep different slices; all of them call this together.
 
-    def next(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Where the next piece goes: so many elements for each rank, shape [ranks, count]."""
-
-    def begin(self, what: str) -> Received:
-        """Hand it over.
-
-        Args:
-            what: for messages.
+        Raises:
+            TierError: the system refused memory.
         """
+
+    @classmethod
+    def host_bytes(cls, largest: int) -> int:
+        """Bytes on the host that this rank answers for, if pieces are no larger than ``largest``."""
+
+    def next(self, count: int, dtype: torch.dtype) -> Piece:
+        """The next piece: so many elements for each rank."""
 
     def release(self) -> None:
         """Give the pages back. All ranks are done with what they received."""
 
 
-class Sent:
+class WireExchange:
     """Over the wire. Implements `Exchange`.
 
     Args:
-        piece: the most bytes of a piece.
+        largest: the most bytes of a piece.
     """
 
-    PIECE: ClassVar[int] = 2 << 20
+    LARGEST: ClassVar[int] = 2 << 20
     IN_TURN: ClassVar[int] = 2
 
-    def __init__(self, wire: Wire, piece: int) -> None:
-        self._wire, self.piece, self._count = wire, piece, 0
-        self._region: Region = reserve(self.room(piece))
-        self._sent = self._received = self._region.tensor
+    def __init__(self, wire: Wire, largest: int) -> None:
+        self._wire, self.largest, self._count = wire, largest, 0
+        self._region: Region = reserve(self.host_bytes(largest))
 
     @classmethod
-    def room(cls, piece: int) -> int:
+    def among(cls, world: World, largest: int) -> Self:
+        return cls(world.slices, largest)
+
+    @classmethod
+    def host_bytes(cls, largest: int) -> int:
         """What is sent, and what is received."""
-        return 2 * cls.IN_TURN * piece
+        return 2 * cls.IN_TURN * largest
 
-    def next(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+    def next(self, count: int, dtype: torch.dtype) -> Piece:
         self._count += 1
-        nbytes = self._wire.size * count * dtype.itemsize
-        start = 2 * self.piece * (self._count % self.IN_TURN)
-        data = self._region.tensor[start : start + 2 * self.piece].view(2, self.piece)[:, :nbytes]
-        self._sent, self._received = (row.view(dtype).view(self._wire.size, count) for row in data)
-        return self._sent
-
-    def begin(self, what: str) -> Received:
-        received = self._received
-        arrive = self._wire.begin_exchange(received, self._sent, what)
-
-        def wait() -> torch.Tensor:
-            arrive()
-            return received
-
-        return wait
+        size = self._wire.size
+        places = self._region.tensor[: self.host_bytes(self.largest)].view(self.IN_TURN, 2, self.largest)
+        both = places[self._count % self.IN_TURN]
+        nbytes = size * count * dtype.itemsize
+        sent, received = (row[:nbytes].view(dtype).view(size, count) for row in both)
+        return Piece(sent, received, (received, sent), self._wire)
 
     def release(self) -> None:
         self._region.release()
 
 
-class Shown:
+class SharedExchange:
     """In memory that the ranks share, see [Note: Nothing is sent]. Implements `Exchange`.
 
     Args:
         memory: of `size` bytes, the same for all.
-        piece: the most bytes of a piece.
+        largest: the most bytes of a piece.
     """
 
-    PIECE: ClassVar[int] = 4 << 20
+    LARGEST: ClassVar[int] = 4 << 20
     IN_TURN: ClassVar[int] = 4
 
-    def __init__(self, wire: Wire, memory: SharedMemory, piece: int) -> None:
-        self._wire, self._memory, self.piece, self._count = wire, memory, piece, 0
-        self._part = self.room(piece)
-        data = memory.tensor[PAGE : PAGE + wire.size * self._part]
-        self._pieces = data.view(wire.size, self.IN_TURN, -1).unbind(1)
-        self._there = data
+    def __init__(self, wire: Wire, memory: SharedMemory, largest: int) -> None:
+        self._wire, self._memory, self.largest, self._count = wire, memory, largest, 0
+        self._part = self.host_bytes(largest)
+        parts = memory.tensor[PAGE : PAGE + wire.size * self._part]
+        self._places = parts.view(wire.size, self.IN_TURN, -1).unbind(1)
 
     @classmethod
-    def room(cls, piece: int) -> int:
+    def among(cls, world: World, largest: int) -> Self:
+        return cls(world.slices, share(world, cls.size(largest, world.slices.size)), largest)
+
+    @classmethod
+    def host_bytes(cls, largest: int) -> int:
         """This rank's part of the memory."""
-        return cls.IN_TURN * (-(-piece // PAGE) * PAGE)
+        return cls.IN_TURN * (-(-largest // PAGE) * PAGE)
 
     @classmethod
-    def size(cls, piece: int, ranks: int) -> int:
+    def size(cls, largest: int, ranks: int) -> int:
         """Bytes of the memory, whose first page says which one it is."""
-        return PAGE + ranks * cls.room(piece)
+        return PAGE + ranks * cls.host_bytes(largest)
 
-    def next(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+    def next(self, count: int, dtype: torch.dtype) -> Piece:
         self._count += 1
-        size = self._wire.size
-        data = self._pieces[self._count % self.IN_TURN][:, : size * count * dtype.itemsize]
-        self._there = data.view(dtype).view(size, size, count)
-        own: torch.Tensor = self._there[self._wire.number]
-        return own
-
-    def begin(self, what: str) -> Received:
-        received = self._there[:, self._wire.number]
-        word = torch.zeros(2, self._wire.size, dtype=torch.uint8)
-        arrive = self._wire.begin_exchange(word[0], word[1], what)
-
-        def wait() -> torch.Tensor:
-            arrive()
-            return received
-
-        return wait
+        size, own = self._wire.size, self._wire.number
+        place = self._places[self._count % self.IN_TURN][:, : size * count * dtype.itemsize]
+        there = place.view(dtype).view(size, size, count)  # from each rank, for each
+        words = torch.zeros(2, size, dtype=torch.uint8)
+        return Piece(there[own], there[:, own], (words[0], words[1]), self._wire)
 
     def release(self) -> None:
         self._memory.take_away(PAGE + self._wire.number * self._part, self._part)
