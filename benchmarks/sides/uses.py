@@ -66,8 +66,8 @@ class Recorder:
     def _wrap(self) -> None:
         pool: Any = self._pool
         guard, beside, unpin = pool.guard, pool.guard_if_room, pool.unpin
-        discard, reserve, borrow = pool.discard, pool.reserve, pool._held.borrow
-        read, write = pool._traffic.read, pool._traffic.write
+        discard, reserve, borrow = pool.discard, pool.reserve, pool._core.held.borrow
+        read, write = pool._below.read, pool._below.write
 
         def guarded(chunks: Iterable[Chunk], access: Access) -> Any:
             wanted = tuple(chunks)
@@ -115,11 +115,11 @@ class Recorder:
             return begun
 
         pool.guard, pool.guard_if_room, pool.unpin = guarded, guarded_beside, unpinned
-        pool.discard, pool.reserve, pool._held.borrow = discarded, reserved, borrowed
-        pool._traffic.read, pool._traffic.write = crossing("disk read", read), crossing("disk write", write)
+        pool.discard, pool.reserve, pool._core.held.borrow = discarded, reserved, borrowed
+        pool._below.read, pool._below.write = crossing("disk read", read), crossing("disk write", write)
 
     def _moment(self) -> int:
-        self.order.room.append(self._pool.ceiling - self._pool._held.borrowed)
+        self.order.room.append(self._pool.ceiling - self._pool._core.held.borrowed)
         return len(self.order.room) - 1
 
     def _begin(self, chunk: Chunk, now: int = 0) -> Use:

@@ -8,7 +8,7 @@ from typing import Any
 import outcore.engine as engine
 from outcore.chunks.chunk import Residence
 from outcore.chunks.holdings import Holdings
-from outcore.chunks.pool import Pool
+from outcore.chunks.core import Core
 from outcore.chunks.replacers import LRU, Belady
 from outcore.chunks.room import Room
 from outcore.memory.disk import DiskTier
@@ -26,7 +26,7 @@ def _update_in_the_step() -> None:
 
 
 def _no_read_ahead() -> None:
-    Pool._pump = lambda self: None  # type: ignore[method-assign]
+    Core.pump = lambda self: None  # type: ignore[method-assign]
 
 
 def _no_write_behind() -> None:

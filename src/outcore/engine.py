@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch import nn
 from outcore.chunks.pool import Pool
 from outcore.errors import ModelError
 from outcore.memory import ending
-from outcore.memory.budget import TierLimits
 from outcore.memory.disk import DiskTier
 from outcore.memory.heap import give_back, keep_little
 from outcore.memory.ledger import Ledger
+from outcore.memory.limits import TierLimits
 from outcore.memory.refusal import allocating
 from outcore.model import weights as weights_of
 from outcore.model.activations import treat_blocks, ways_of
@@ -35,7 +36,7 @@ from outcore.model.saved.seam import NothingSaved, Saved
 from outcore.model.saved.store import SavedTensors
 from outcore.model.singles import Singles
 from outcore.model.sites import Site
-from outcore.model.slices.heads import slice_loss
+from outcore.model.slices.heads import asks_for_slices, slice_loss
 from outcore.model.unit import Unit
 from outcore.model.units import discover
 from outcore.optim.claims import Claim
@@ -56,7 +57,7 @@ from outcore.trace.schedule import Schedule
 
 
 class Engine:
-    """Everything behind one offloaded model."""
+    """Everything behind one offloaded model. What takes files, threads or hooks enters its end as it is made."""
 
     def __init__(
         self,
@@ -67,6 +68,19 @@ class Engine:
         site: Site,
         settings: Effective,
     ) -> None:
+        with ExitStack() as end:
+            self._make(model, optimizer, limits, site, settings, end)
+            self._end = end.pop_all()
+
+    def _make(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        limits: TierLimits,
+        site: Site,
+        settings: Effective,
+        end: ExitStack,
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.rule: Rule | None = None if optimizer is None else optimizer.rule
@@ -74,10 +88,10 @@ class Engine:
         self.plans, self.points = discover(model, settings.units)
         if not self.plans:
             raise ModelError("the model has no parameters")
-        self._undo: list[Any] = []
         self.ledger = Ledger(budget={"host": limits.host})
         self.activations = settings.activations
         self.ways = ways_of(self.points, self.activations)
+        self._slices_loss = asks_for_slices(model, self.activations)
         self.ranks = site.ranks
         sliced = self.activations.microbatch is not None
         dtype, chunk_bytes = self.precision.dtype, settings.chunk_bytes
@@ -89,9 +103,13 @@ class Engine:
         if limits.disk:
             self.ledger.budget["disk"] = disk_bytes
         self.disk = DiskTier.open(limits.disk, ledger=self.ledger) if limits.disk else None
+        end.callback(keep_little)
+        if self.disk is not None:
+            end.callback(self.disk.close)
         schedule = Schedule()
         replacer = site.replacer(schedule, optimizer is not None, lambda: self.pool.floor)
         self.pool = Pool(self.ledger, self.disk, limits.host, schedule, replacer, prefetch, found.working)
+        end.callback(self.pool.close)
         self.clock = Clock(schedule, self.pool)
         stores = [store for unit in self.units for store in unit.stores]
         self.gradients = Gradients(stores, self.pool, workers(), self.ranks.all_sums)
@@ -108,11 +126,13 @@ class Engine:
         self.stage = site.furnish(
             self.units, self.pool, self.gradients, self.clock, self.ledger, self.updates
         )
+        end.callback(self.stage.shut)
         roomy = 2 * found.total <= limits.host
         self.gauge = site.gauge(self.stage, self.pool, self.ledger, roomy, self.misuse.refuse_resting)
         self.owners = Owners()
         self.saver = self._saver(site)
         self.saved: Saved = self.saver or NothingSaved()
+        end.callback(self.saved.shut)
         here = self.ranks.size == 1 and self.stage.lasting
         self.singles = Singles(self.units, self.stage, self.updates, self.pool, self.rule, here)
         self.residency = Residency(
@@ -128,6 +148,10 @@ class Engine:
             self.singles,
         )
         self.backward = BackwardPass(self.residency, self.stage.gradients_complete, self._backward_over)
+        end.callback(self.backward.abandon)
+        end.callback(self.gauge.end)
+        if self.pipeline is not None:
+            end.callback(self.pipeline.close)
         if self.saver is not None:
             self.saver.read = self.backward.read
         self.rowless = NothingCounted(self.backward.start)
@@ -135,6 +159,7 @@ class Engine:
         budgets = Limits(limits.device, limits.host, disk_bytes)
         self.prelude = prelude(model, optimizer, self.ranks.size, settings, budgets, found.total)
         ending.enter(self)
+        end.callback(ending.leave, self)
 
     # -- construction -----------------------------------------------------------------------------
 
@@ -169,7 +194,7 @@ class Engine:
         for point in self.points:
             opened = tuple(self.units[i] for i in point.units)
             hooks = PointHooks(point.module, opened, self.residency, self.backward, self.ranks.size > 1)
-            self._undo.append(hooks.remove)
+            self._end.callback(hooks.remove)
         self._treat_blocks()
         if self.stage.lasting:
             self.readers = readers = Readers(self.backward.read, self.owners, self.stage.device)
@@ -177,9 +202,10 @@ class Engine:
                 if not offloads(
                     self.ways.get(point.name, "keep")
                 ):  # there, what is saved is looked at anyway
-                    self._undo.append(readers.around(point.module))
-        self._undo += self.stage.hang(model)
-        self._undo += filter(None, [slice_loss(model, self.activations)])
+                    self._end.callback(readers.around(point.module))
+        self._undo_last(self.stage.hang(model))
+        if self._slices_loss:
+            self._end.callback(slice_loss(model, self.activations))
         device, dtype = self.stage.device, self.precision.dtype
         before = partial(self.prelude.before, self)
         self.laps = Laps(
@@ -194,21 +220,22 @@ class Engine:
             before,
             self.points,
         )
-        self._undo.append(self.laps.remove)
+        self._end.callback(self.laps.remove)
         self._places = {b.parameter: (u.index, i) for u in self.units for i, b in enumerate(u.bindings)}
         for parameter, place in self._places.items():
             if parameter.requires_grad:
-                self._undo.append(self._watch(parameter, place).remove)
-        self._undo += self.misuse.hang(model)
+                self._end.callback(self._watch(parameter, place).remove)
+        self._undo_last(self.misuse.hang(model))
         if self.optimizer is not None:
             vars(model)["zero_grad"] = self._zero_grad
-            self._undo.append(lambda: vars(model).pop("zero_grad", None))
+            self._end.callback(vars(model).pop, "zero_grad", None)
             scale = LossScale() if self.precision.compute == "fp16" else None
             self.optimizer.bind(self, scale)
+            self._end.callback(self.optimizer.part)
         claim = Claim(((b.name, b.parameter) for u in self.units for b in u.bindings), self.optimizer)
-        self._undo.append(claim.end)
+        self._end.callback(claim.end)
         if self.stage.lasting:
-            self._undo += self.singles.stand()
+            self._undo_last(self.singles.stand())
         self.prelude.hung()
 
     def treat(self, activations: Activations) -> None:
@@ -216,9 +243,14 @@ class Engine:
         self.activations, self.ways = activations, ways_of(self.points, activations)
         self._treat_blocks()
 
+    def _undo_last(self, undo: Iterable[Callable[[], object]]) -> None:
+        for function in undo:
+            self._end.callback(function)
+
     def _treat_blocks(self) -> None:
         rows = self.activations.microbatch
-        self._undo += treat_blocks(self.points, self.ways, rows, self._summed, self.saver, self._computing)
+        undo = treat_blocks(self.points, self.ways, rows, self._summed, self.saver, self._computing)
+        self._undo_last(undo)
 
     def _computing(self, numbers: Sequence[int]) -> None:
         self.backward.computing([self.units[number] for number in numbers])
@@ -360,17 +392,5 @@ class Engine:
             yield from weights_of.masters(unit, self.pool, self.rule, self.ranks)
 
     def shut(self) -> None:
-        ending.leave(self)
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-        if self.pipeline is not None:
-            self.pipeline.close()
-        self.gauge.end()
-        self.backward.abandon()
-        self.saved.shut()
-        self.stage.shut()
-        self.pool.close()
-        if self.disk is not None:
-            self.disk.close()
-        keep_little()
+        """Give everything back, the last first: each part whatever the others raise. Twice is as good as once."""
+        self._end.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +98,14 @@ def offload(
     if own is not None:
         own.check_free()  # before anything is taken from the model
     whole = own is not None and own.rule.whole_parameters
-    ranks = join(sharding, refusal(whole, plan is not None))
-    warn_if_slow(run.precision.dtype, place)
-    with ranks.telling("the offload of the model"):
-        site, limits = choose(place, run.budget, run.prefetch, ranks)
-        engine = Engine(model, own, limits=limits, site=site, settings=run)
-        try:
+    with ExitStack() as parting:
+        ranks = join(sharding, refusal(whole, plan is not None))
+        parting.callback(ranks.leave)
+        warn_if_slow(run.precision.dtype, place)
+        with ranks.telling("the offload of the model"), ExitStack() as undo:
+            site, limits = choose(place, run.budget, run.prefetch, ranks)
+            engine = Engine(model, own, limits=limits, site=site, settings=run)
+            undo.callback(engine.shut)
             if weights is not None:
                 source: weights_of.Source = Directory(weights, model)
             elif weights_of.has_meta(engine.plans):
@@ -114,9 +116,8 @@ def offload(
             engine.attach()
             if plan is not None and plan.profile is not None:
                 engine.foreseen(plan.profile)
-        except BaseException:
-            engine.shut()
-            raise
+            undo.pop_all()
+        parting.pop_all()
     _engines[model] = weakref.ref(engine)
     if model in _released:
         _released.pop(model).remove()
@@ -275,13 +276,16 @@ def release(model: nn.Module) -> None:
     reference = _engines.pop(model, None)
     engine = None if reference is None else reference()
     if engine is not None:
-        try:
+        with ExitStack() as end:
+            end.callback(_mark_released, model)
+            end.callback(engine.ranks.leave)
+            end.callback(engine.shut)
             engine.updates.preserver.finish()
-        finally:
-            engine.shut()
-            engine.ranks.leave()
-            _released[model] = model.register_forward_pre_hook(_refuse_released)
         engine.updates.preserver.report()
+
+
+def _mark_released(model: nn.Module) -> None:
+    _released[model] = model.register_forward_pre_hook(_refuse_released)
 
 
 def _refuse_released(module: nn.Module, args: Any) -> None:

@@ -319,7 +319,7 @@ def left_alone(
         if settings.get("prefetch", True):
             engine.settle()
             engine.pool.quiesce()
-        monkeypatch.setattr(engine.pool._order, "next_use", lambda chunk: 1 if chunk.on_host else 2)
+        monkeypatch.setattr(engine.pool._core._order, "next_use", lambda chunk: 1 if chunk.on_host else 2)
         yield model, optimizer, outcore.snapshot(model).moved["disk read"]
 
 

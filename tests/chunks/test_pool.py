@@ -140,7 +140,7 @@ class Machine(RuleBasedStateMachine):
             held = [chunk for chunk in self.chunks if chunk.on_host]
             holding = sum(chunk.nbytes for chunk in held) + self.pool.warm
             assert self.pool.used == holding == self.ledger.held("host")
-            assert self.pool._held.below == sum(c.residence is Residence.DISK for c in self.chunks)
+            assert self.pool._core.held.below == sum(c.residence is Residence.DISK for c in self.chunks)
             assert self.pool.used <= max(self.pool.ceiling, len(self.pinned()) * PAGE)
             assert [c.pins for c in self.chunks] == [
                 sum(k in chosen for _, chosen in self.open) for k in range(COUNT)
@@ -233,7 +233,7 @@ def test_what_was_to_be_overwritten_is_as_it_was_where_the_guard_is_refused() ->
 def test_a_thread_beside_training_takes_no_room_but_where_nobody_trains() -> None:
     """What is needed sooner stays for it, what nobody foresees doesn't; at rest the last to be needed goes."""
     pool, chunks, order, disk, _ = build()
-    pool._prefetch = False
+    pool._core._prefetch = False
     try:
         for k in range(ROOM + 2):
             with pool.guard([chunks[k]], Access.WRITE):

@@ -179,7 +179,7 @@ def test_a_smaller_chunk_in_the_pages_of_a_larger_one_makes_room(pool: Pool) -> 
     old, new = framed(4, 3)
     write(pool, old)
     pool.discard([old])
-    pool._room.reserved = PAGE  # more is held than may be, and nothing was asked to leave yet
+    pool._core.room.reserved = PAGE  # more is held than may be, and nothing was asked to leave yet
     with pool.guard([new], Access.READ):
         assert pool.used == 3 * PAGE
 
@@ -192,7 +192,7 @@ def test_a_gradient_that_is_to_come_does_not_stop_the_reading(pool: Pool) -> Non
     pool.discard(others)
     (gradient,) = framed(1)
     with pool.lock:
-        schedule: Any = pool._order
+        schedule: Any = pool._core._order
         for _ in range(2):
             schedule.begin("lap")
             for k, each in enumerate((gradient, *chunks)):

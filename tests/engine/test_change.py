@@ -24,7 +24,7 @@ def change(run: Run, function: Change) -> None:
     if run.engine is not None:
         outcore.change(run.model, function)
         return
-    backend = run.optimizer._backend
+    backend = run.optimizer._local
     assert isinstance(backend, InMemory)
     for name, parameter in run.model.named_parameters():
         value = backend.weight(parameter).clone()

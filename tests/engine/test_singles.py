@@ -43,7 +43,7 @@ def write(run: Run, name: str, function: Callable[[torch.Tensor], Any]) -> None:
     if run.engine is not None:
         function(parameter.data)
         return
-    backend = run.optimizer._backend
+    backend = run.optimizer._local
     assert isinstance(backend, InMemory)
     shown = parameter.detach().clone()
     function(shown)

@@ -13,7 +13,7 @@ import torch
 
 import outcore
 from engine.twin import Run, adamw, floats, same, small
-from outcore.chunks.pool import Pool
+from outcore.chunks.core import Core
 from outcore.engine import Engine
 from outcore.errors import TierError
 from outcore.memory.disk import DiskTier
@@ -240,7 +240,7 @@ def test_a_thread_that_never_finds_room_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The training thread does the updates itself; the thread of one step doesn't wait on for those of the next."""
-    monkeypatch.setattr(Pool, "_enter", lambda self, chunks, claim, beyond: False)
+    monkeypatch.setattr(Core, "enter", lambda self, chunks, beyond, claim: False)
     model, optimizer = offloaded(tmp_path)
     for step in range(3):
         train(model, optimizer, step)

@@ -112,7 +112,7 @@ def in_memory(
     for p in of_trained(model):
         p.register_post_accumulate_grad_hook(accumulated)
     backend = InMemory(optimizer, masters, sums)
-    optimizer._backend = backend
+    optimizer._local = backend
     optimizer.loss_scale = LossScale() if precision == "fp16" else None
     run = Run(model, optimizer, dtype, None)
     torch.manual_seed(11)

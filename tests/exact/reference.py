@@ -13,7 +13,7 @@ import outcore
 from exact.shapes import Batch, Shape, built
 from outcore.model.activations import treat_blocks, ways_of
 from outcore.model.placement import move_buffers, replace_data
-from outcore.model.slices.heads import slice_loss
+from outcore.model.slices.heads import asks_for_slices, slice_loss
 from outcore.model.units import discover
 from outcore.optim.due import Due
 from outcore.optim.local import LocalBackend
@@ -173,7 +173,8 @@ def in_memory(
     if activations is not None:
         points = discover(model)[1]
         list(treat_blocks(points, ways_of(points, activations), activations.microbatch, collect))
-        slice_loss(model, activations)
+        if asks_for_slices(model, activations):
+            slice_loss(model, activations)
 
     def after_backward() -> None:
         for p in model.parameters():
@@ -186,7 +187,7 @@ def in_memory(
         return {k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in batch.items()}
 
     backend = InMemory(optimizer, masters, sums)
-    optimizer._backend = backend
+    optimizer._local = backend
     result = loop.run(model, optimizer, shape, after_backward, place)
     result.weights = {name: backend.weight(p).clone() for name, p in model.named_parameters()}
     return result

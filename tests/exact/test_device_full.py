@@ -15,8 +15,10 @@ from exact.shapes import Stack
 from exact.test_matrix import adamw
 from outcore.errors import DeviceError
 from outcore.memory.device import Offers
+from outcore.memory.ledger import Ledger
 from outcore.memory.refusal import allocating_on_device
 from outcore.model import fresh_stage, sites
+from outcore.offloaded import engine_of
 
 pytestmark = pytest.mark.emulated
 
@@ -39,11 +41,12 @@ def lifted(disk: Path, blocks: int, memory: str, activations: Any) -> tuple[Any,
     return model, optimizer
 
 
-def passed(model: Any, optimizer: outcore.AdamW, rows: int) -> tuple[float, float]:
+def passed(model: Any, optimizer: outcore.AdamW, rows: int, passes: int = 1) -> tuple[float, float]:
     """Forward and backward: the loss and the norm of its gradients, which are dropped."""
     try:
-        loss = model(torch.ones(rows, 32)).float().square().mean()
-        optimizer.backward(loss)
+        for _ in range(passes):
+            loss = model(torch.ones(rows, 32)).float().square().mean()
+            optimizer.backward(loss)
         return loss.item(), optimizer.clip_grad_norm_(1.0).item()
     finally:
         optimizer.zero_grad()
@@ -128,3 +131,36 @@ def test_what_else_goes_wrong_keeps_its_name() -> None:
         raise RuntimeError("Bad StatusOr access: RESOURCE_EXHAUSTED: Error allocating device buffer")
     with pytest.raises(RuntimeError, match="launch failure"), allocating_on_device("a tensor", 9):
         raise RuntimeError("launch failure")
+
+
+@pytest.mark.parametrize(("link", "passes"), [("device in", 1), ("device out", 1), ("device out", 2)])
+def test_a_copy_that_fails_leaves_its_chunks_free(
+    link: str, passes: int, emu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was pinned or borrowed for it goes back. The second pass adds beside what is there."""
+    model, optimizer = lifted(tmp_path, 2, "600KiB", "keep")
+    pool = engine_of(model).pool
+    expected = passed(model, optimizer, 8, passes)
+    resting = pool.pinned
+    crossing, left = Ledger.crossing, 0
+
+    def failing(ledger: Ledger, what: str, *given: Any) -> Any:
+        nonlocal left
+        left -= what == link
+        if left == 0 and what == link:
+            raise RuntimeError("planned")
+        return crossing(ledger, what, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Ledger, "crossing", failing)
+    failed = 0
+    for at in range(1, 40):
+        left = at
+        try:
+            assert passed(model, optimizer, 8, passes) == expected
+        except RuntimeError:
+            failed += 1
+        left = 0
+        assert passed(model, optimizer, 8, passes) == expected, at
+        assert pool.pinned == resting, at
+    assert failed > 3
+    outcore.release(model)

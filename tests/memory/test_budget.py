@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from outcore.errors import BudgetError, SizeError, UsageError
-from outcore.memory import budget
+from outcore.memory import limits as found
 from outcore.memory.budget import Budget, DiskPath
+from outcore.memory.limits import Asked
 from outcore.memory.places import available_disk
 
 GiB = 1 << 30
@@ -17,8 +18,8 @@ GiB = 1 << 30
 def test_nothing_said_means_what_is_free_less_a_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget, "available_host", lambda: 100 * GiB)
-    monkeypatch.setattr(budget, "available_disk", lambda path: 1000 * GiB)
+    monkeypatch.setattr(found, "available_host", lambda: 100 * GiB)
+    monkeypatch.setattr(found, "available_disk", lambda path: 1000 * GiB)
     limits = Budget(disk=tmp_path).limits(50 * GiB)
     assert limits.host == 90 * GiB
     assert limits.device == 50 * GiB - int(0.08 * 50 * GiB)
@@ -26,7 +27,7 @@ def test_nothing_said_means_what_is_free_less_a_share(
 
 
 def test_small_machines_keep_at_most_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "available_host", lambda: 600 << 20)
+    monkeypatch.setattr(found, "available_host", lambda: 600 << 20)
     limits = Budget().limits(None)
     assert (limits.device, limits.host, limits.disk) == (None, 300 << 20, ())
 
@@ -57,7 +58,7 @@ def test_a_colon_may_be_part_of_a_directory(tmp_path: Path) -> None:
 def test_directories_on_one_file_system_share_its_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget, "available_disk", lambda path: 101 * GiB)
+    monkeypatch.setattr(found, "available_disk", lambda path: 101 * GiB)
     for name in "abc":
         (tmp_path / name).mkdir()
     given = [f"{tmp_path}/a:1GiB", f"{tmp_path}/b", f"{tmp_path}/c"]
@@ -133,7 +134,7 @@ def test_more_than_there_is(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "available_disk", lambda path: 0)
+    monkeypatch.setattr(found, "available_disk", lambda path: 0)
     with pytest.raises(BudgetError, match="nothing is free"):
         Budget(disk=tmp_path).limits(None)
 
@@ -146,3 +147,32 @@ def test_a_device_budget_without_a_device_is_not_ignored() -> None:
 def test_space_where_there_is_nothing(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         available_disk(tmp_path / "none")
+
+
+def test_ranks_of_one_machine_are_held_against_it_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(found, "host_capacity", lambda: 10 * GiB)
+    monkeypatch.setattr(found, "available_disk", lambda path: 100 * GiB)
+    own = Budget(host="4GiB", disk=f"{tmp_path}:40GiB").survey(None)
+    other = Budget(host="6GiB", disk=f"{tmp_path}:60GiB").survey(None)
+    fits = own.limits(2, Asked.together([own.asked.pack(), other.asked.pack()]))
+    assert (fits.host, [disk.nbytes for disk in fits.disk]) == (4 * GiB, [40 * GiB])
+    for budget, tier, together in [
+        (Budget(host="7GiB"), "host", 11 * GiB),
+        (Budget(disk=f"{tmp_path}:61GiB"), "disk", 101 * GiB),
+    ]:
+        more = budget.survey(None).asked
+        with pytest.raises(BudgetError, match="the ranks of this machine ask for") as caught:
+            own.limits(2, Asked.together([own.asked.pack(), more.pack()]))
+        assert (caught.value.tier, caught.value.needed) == (tier, together)
+
+
+def test_what_another_rank_asks_for_of_a_disk_is_not_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(found, "available_disk", lambda path: 101 * GiB)
+    other = Budget(disk=f"{tmp_path}:1GiB").survey(None).asked.pack()
+    own = Budget(disk=tmp_path).survey(None)
+    (limit,) = own.limits(2, Asked.together([own.asked.pack(), other])).disk
+    assert limit.nbytes == 95 * GiB // 2

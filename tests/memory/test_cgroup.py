@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from outcore.memory import budget
+from outcore.memory import limits
 from outcore.memory.cgroup import Headroom, headroom
 
 V2_MOUNT = "31 23 0:28 {inside} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
@@ -108,11 +108,11 @@ def test_both_versions_at_once(tmp_path: Path) -> None:
 def test_the_machine_and_the_group_together(tmp_path: Path) -> None:
     tree = Tree(tmp_path, "0::/a", V2_MOUNT.format(inside="/"))
     tree.v2("a", 2 * MiB, MiB)
-    assert budget.available_host(tmp_path) == MiB
-    assert budget.host_capacity(tmp_path) == 2 * MiB
+    assert limits.available_host(tmp_path) == MiB
+    assert limits.host_capacity(tmp_path) == 2 * MiB
     tree.v2("a", 1 << 55, MiB)
-    assert 0 < budget.available_host(tmp_path) <= budget.host_capacity(tmp_path) < 1 << 55
+    assert 0 < limits.available_host(tmp_path) <= limits.host_capacity(tmp_path) < 1 << 55
 
 
 def test_this_machine_answers() -> None:
-    assert 0 < budget.available_host() <= budget.host_capacity()
+    assert 0 < limits.available_host() <= limits.host_capacity()

@@ -18,11 +18,11 @@ from waited import read_now, write_now
 
 from outcore.errors import DiskFullError, StateError, UsageError
 from outcore.memory.blockfile import BLOCK, DirectFile, MemoryFile
-from outcore.memory.budget import DiskLimit
 from outcore.memory.disk import DiskTier, Extent
 from outcore.memory.host import PAGE, Region, reserve
 from outcore.memory.lane import Lane
 from outcore.memory.ledger import Ledger
+from outcore.memory.limits import DiskLimit
 
 MiB = 1 << 20
 

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 import outcore
 from exact.shapes import WIDTH, Block, Stack, Twice, Unused
-from outcore.errors import PeerError, UsageError
+from outcore.errors import BudgetError, PeerError, UsageError
+from outcore.memory.budget import DiskPath
+from outcore.memory.limits import host_capacity
+from outcore.memory.places import available_disk
 from parallel.loops import Way, inputs, offloaded, rows_of, stack, train
 from parallel.test_parallel_matrix import STAGES, compare, off, same
 from parallel.together import Place, Team, alone, run, values
@@ -218,3 +222,20 @@ def test_reading_between_steps(two: Team, tmp_path: Path) -> None:
             for index, moments in found[2].items():
                 for name, value in moments.items():
                     assert torch.allclose(value, expected[2][index][name], rtol=1e-3, atol=1e-7), name
+
+
+def more_than_the_machine(place: Place) -> int:
+    """Each rank alone could have its budget. After the refusal the same ranks train."""
+    model, before = stack(), len(dist.distributed_c10d._world.pg_map)
+    disk = DiskPath(place.path, available_disk(place.path) * 2 // 3)
+    for budget in (outcore.Budget(host=host_capacity() * 2 // 3), outcore.Budget(host="64MiB", disk=disk)):
+        with pytest.raises(BudgetError, match="the ranks of this machine ask for"):
+            outcore.offload(model, outcore.AdamW(model.parameters()), budget=budget, device="cpu")
+    assert len(dist.distributed_c10d._world.pg_map) == before
+    optimizer = offloaded(model, Way(), place)
+    train(model, optimizer, Way(steps=1), place)
+    return optimizer.skipped_steps
+
+
+def test_budgets_of_ranks_are_held_against_their_machine_together(two: Team, tmp_path: Path) -> None:
+    assert values(two.run(more_than_the_machine, tmp_path)) == [0, 0]

@@ -14,6 +14,7 @@ from torch import nn
 import outcore
 from exact.families import FAMILIES
 from outcore.chunks.chunk import Residence
+from outcore.chunks.guards import Access
 from outcore.planning.cache import Cache
 from outcore.planning.flow import Piece, Traffic
 from outcore.planning.minimum import needs
@@ -159,16 +160,15 @@ def updater(budget: int, ticks: list[list[Piece]]) -> tuple[Cache, Updater, Sche
 
 def emptied(cache: Cache) -> None:
     """Nothing idle stays."""
-    cache.holding = False
-    cache.trim()
-    cache.holding = True
+    cache.hold_idle(False)
+    cache.hold_idle(True)
 
 
 def test_the_thread_takes_room_only_from_what_is_needed_later() -> None:
     gradient, state, soon = (Piece(100) for _ in range(3))
     cache, thread, _ = updater(250, [[soon], [gradient, state]])
     for piece in (state, gradient, soon):
-        cache.bring((piece,), fresh=True)
+        cache.bring((piece,), Access.FRESH)
         cache.release((piece,))
     assert state.residence is not Residence.DIRTY  # it had to leave for the others
     cache.wait_until(10.0)
@@ -182,7 +182,7 @@ def test_an_update_done_ahead_is_not_foreseen_any_more() -> None:
     gradient, state, other = (Piece(100) for _ in range(3))
     cache, thread, schedule = updater(400, [[other], [gradient, state]])
     for piece in (gradient, state):
-        cache.bring((piece,), fresh=True)
+        cache.bring((piece,), Access.FRESH)
         cache.release((piece,))
     cache.tick(0, [other])
     assert schedule.next_use(state) == 1
@@ -201,7 +201,7 @@ def test_an_update_done_ahead_is_not_foreseen_any_more() -> None:
 def test_the_training_thread_does_what_the_other_has_not_begun_and_waits_for_the_rest() -> None:
     pieces = [Piece(10) for _ in range(4)]
     cache, thread, _ = updater(1000, [pieces[:2], pieces[2:]])
-    cache.bring(pieces, fresh=True)
+    cache.bring(pieces, Access.FRESH)
     cache.release(pieces)
     jobs = [Job(pieces[0], (pieces[1],), 0, 4.0), Job(pieces[2], (pieces[3],), 1, 4.0)]
     thread.begin(jobs)
@@ -214,7 +214,7 @@ def test_no_more_than_a_quarter_is_read_ahead_but_for_the_next_two_ticks() -> No
     pieces = [Piece(100) for _ in range(6)]
     cache, _, _ = updater(800, [[piece] for piece in pieces])
     for piece in pieces:
-        cache.bring((piece,), fresh=True)
+        cache.bring((piece,), Access.FRESH)
         cache.release((piece,))
     emptied(cache)
     cache.tick(0, pieces[:1])
@@ -223,7 +223,7 @@ def test_no_more_than_a_quarter_is_read_ahead_but_for_the_next_two_ticks() -> No
     small = [Piece(100) for _ in range(6)]
     cache, _, _ = updater(800, [[small[0]], [small[1], small[2]], [small[3]], [small[4]], [small[5]]])
     for piece in small:
-        cache.bring((piece,), fresh=True)
+        cache.bring((piece,), Access.FRESH)
         cache.release((piece,))
     emptied(cache)
     cache.tick(0, small[:1])
@@ -234,7 +234,7 @@ def test_each_transfer_takes_its_turn_and_computing_slows_the_disk_as_the_disk_s
     first = Piece(100)
     traffic = Traffic(100.0, 100.0, turn=1.0, io_turn=1.0, io_rate=33.333333333333336, slowed=0.25)
     cache = Cache(400, 1 << 20, traffic)
-    cache.bring((first,), fresh=True)
+    cache.bring((first,), Access.FRESH)
     cache.release((first,))
     emptied(cache)
     assert cache.now == 2.0  # 1 s for its bytes
@@ -251,7 +251,7 @@ def test_each_transfer_takes_its_turn_and_computing_slows_the_disk_as_the_disk_s
 def test_each_use_of_a_piece_takes_the_time_of_who_uses_it() -> None:
     first, second = Piece(100), Piece(100)
     cache = Cache(400, 1 << 20, Traffic(100.0, 100.0, use=0.25))
-    cache.bring((first, second), fresh=True)
+    cache.bring((first, second), Access.FRESH)
     cache.release((first, second))
     assert cache.now == 0.5
     emptied(cache)

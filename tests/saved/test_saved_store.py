@@ -180,7 +180,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, ROOM))
     def reserve(self, count: int) -> None:
-        self.crowded = any(chunk.error is not None for chunk in self.pool._held)  # not told yet
+        self.crowded = any(chunk.error is not None for chunk in self.pool._core.held)  # not told yet
         self.pool.reserve(count * PAGE, count * PAGE)
 
     @rule(fault=st.sampled_from([("read", "eio"), ("read", "flip"), ("write", "eio"), ("write", "enospc")]))
@@ -232,7 +232,7 @@ class Machine(RuleBasedStateMachine):
         self.pool.quiesce()
         self.saver.shut()
         assert self.pool.pinned == 0
-        assert not list(self.pool._held)
+        assert not list(self.pool._core.held)
         assert self.ledger._kinds.get(("disk", "activations"), 0) == 0
         assert not self.saver._known
         assert not self.saver._storages

@@ -11,7 +11,7 @@ import pytest
 
 from outcore import engine
 from outcore.chunks.holdings import Holdings
-from outcore.chunks.pool import Pool
+from outcore.chunks.core import Core
 from outcore.chunks.room import Room
 from outcore.memory.disk import DiskTier
 from outcore.model import sites
@@ -26,7 +26,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     for owner, name in (
         (engine, "Pipeline"), (engine, "workers"), (Room, "write_behind"), (sites, "Belady"),
-        (sites, "Residents"), (Pool, "_pump"), (Holdings, "empty"),
+        (sites, "Residents"), (Core, "pump"), (Holdings, "empty"),
         (AdamRule, "can_split"), (choice, "_compiled"), (DiskTier, "__init__"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, vars(owner)[name])

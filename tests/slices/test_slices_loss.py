@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import outcore
 from exact.families import bert, gpt2, llama, t5, vit
 from outcore.errors import ModelError, StateError
-from outcore.model.slices.heads import KNOWN, slice_loss, slices_loss
+from outcore.model.slices.heads import KNOWN, asks_for_slices, slice_loss, slices_loss
 from outcore.model.slices.loss import summed_cross_entropy
 from outcore.offloaded import engine_of
 
@@ -158,7 +158,6 @@ def test_models_give_the_loss_and_gradients_of_transformers(build: Any, position
     loss.backward()
     expected = gradients(model)
     undo = slice_loss(model, outcore.Activations(loss_slice=positions, logits=logits))
-    assert undo is not None
     output = model(**batch())
     assert output.loss.item() == pytest.approx(loss.item(), rel=1e-6)
     assert output.logits is None
@@ -212,9 +211,9 @@ def test_models_that_are_not_known_are_left_alone_with_a_word(build: Any) -> Non
     with pytest.warns(
         UserWarning, match=f"the loss of a {name} can't run in slices: outcore knows {KNOWN[0]}"
     ):
-        assert slice_loss(model, outcore.Activations("recompute", microbatch=1)) is None
+        assert not asks_for_slices(model, outcore.Activations("recompute", microbatch=1))
     with pytest.raises(ModelError, match="leave loss_slice out"):
-        slice_loss(model, outcore.Activations(loss_slice=8))
+        asks_for_slices(model, outcore.Activations(loss_slice=8))
     assert "forward" not in vars(model)
 
 
@@ -222,13 +221,31 @@ def test_models_that_are_not_known_are_left_alone_with_a_word(build: Any) -> Non
 def test_nobody_expects_a_vocabulary_elsewhere(build: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert slice_loss(made(build), outcore.Activations("recompute", microbatch=1)) is None
+        assert not asks_for_slices(made(build), outcore.Activations("recompute", microbatch=1))
 
 
 def test_a_model_with_another_loss_is_not_known() -> None:
     model = made(gpt2)
     model.loss_function = lambda logits, labels, **kwargs: logits.sum()
     assert not slices_loss(model)
+
+
+def test_a_head_with_a_forward_of_its_own_is_not_known_and_keeps_it() -> None:
+    model = made(gpt2)
+    whole = model.lm_head.forward
+
+    def capped(hidden: torch.Tensor) -> torch.Tensor:
+        return 3 * torch.tanh(whole(hidden) / 3)
+
+    model.lm_head.forward = capped
+    expected = model(**batch()).loss.item()
+    recompute = outcore.Activations("recompute", microbatch=1)
+    with pytest.warns(UserWarning, match="can't run in slices") as said:
+        outcore.offload(model, precision="fp32", device="cpu", activations=recompute)
+    assert [warning.filename for warning in said] == [__file__]
+    assert model(**batch()).loss.item() == pytest.approx(expected, rel=1e-6)
+    outcore.release(model)
+    assert model.lm_head.forward is capped
 
 
 # -- memory --------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from outcore.chunks.replacers import NEVER
 from outcore.chunks.store import RunStore
 from outcore.engine import Engine
 from outcore.errors import CheckpointError
+from outcore.memory.ledger import beside
 from outcore.memory.refusal import typed
 from outcore.optim.due import Update
 from outcore.optim.preserver import Nobody
@@ -176,6 +177,11 @@ class Saving:
         """Write what is left, beside the training thread."""
         job = self._job
         assert job is not None
+        with beside():
+            self._write_left(job)
+
+    def _write_left(self, job: Job) -> None:
+        """What is at hand first, and what only an update brings when that has come."""
         found_here, rest = time.monotonic(), Rest(job.engine.clock)
         while next(job.flow.left(), None) is not None:
             with self._changed:

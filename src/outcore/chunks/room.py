@@ -25,10 +25,15 @@ BEHIND = 16
 
 
 class Leaving(Protocol):
-    """Who writes chunks to disk."""
+    """Where chunks leave to."""
 
-    leaving: int
-    """Bytes being written."""
+    @property
+    def leaving(self) -> int:
+        """Bytes being written."""
+
+
+class _Nowhere:
+    leaving = 0
 
 
 class Room:
@@ -36,8 +41,8 @@ class Room:
 
     Args:
         budget: bytes that chunks, and what is set aside, may take.
-        write: begins to write a dirty chunk to disk.
-        has_disk: whether dirty chunks can leave at all.
+        disk: ``None`` if dirty chunks can't leave at all.
+        write: begins to write one to disk.
 
     Attributes:
         reserved: bytes set aside for what is not a chunk.
@@ -48,19 +53,18 @@ class Room:
         self,
         budget: int,
         held: Holdings,
-        traffic: Leaving,
+        disk: Leaving | None,
         replacer: Replacer,
         write: Callable[[Chunk], None],
-        has_disk: bool,
     ) -> None:
         self.budget = budget
         self.reserved = self._ahead = self._most_reserved = 0
         self.needed: frozenset[Chunk] = frozenset()
         self._held = held
-        self._traffic = traffic
+        self._has_disk = disk is not None
+        self._disk = disk or _Nowhere()
         self._replacer = replacer
         self._write = write
-        self._has_disk = has_disk
 
     @property
     def ceiling(self) -> int:
@@ -100,7 +104,7 @@ class Room:
         while (short := self._held.used + self._held.missing(newcomers) + nbytes - ceiling) > 0:
             if self._held.cool(newcomers):
                 continue
-            if self._traffic.leaving >= short:
+            if self._disk.leaving >= short:
                 return False
             victim = self._victim(beyond)
             if victim is None:
@@ -146,7 +150,7 @@ class Room:
         """
         if not coming or not self._has_disk:
             return
-        short = self._held.used - self._held.warm + coming - self.clear - self._traffic.leaving
+        short = self._held.used - self._held.warm + coming - self.clear - self._disk.leaving
         if short <= 0:
             return
         for chunk in islice(self._replacer.leaving(self.may_leave, beyond), BEHIND):

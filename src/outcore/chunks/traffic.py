@@ -1,4 +1,4 @@
-"""Transfers under way between the host and the disk."""
+"""Transfers under way between the host and the disk tier."""
 
 from __future__ import annotations
 
@@ -13,37 +13,38 @@ Done = Callable[[Chunk], None]
 
 
 class Traffic:
-    """Starts transfers and hears of their end. Its fields change under the pool's lock alone.
+    """Starts transfers and hears of their end. Is `outcore.chunks.core.Disk`.
 
     Args:
         lock: held by the caller of every method, and taken again before ``done`` is called.
+        over: called under the lock at the end of each transfer, after ``done``.
 
     Attributes:
         count: transfers under way.
         leaving: bytes being written.
     """
 
-    def __init__(self, disk: DiskTier | None, lock: threading.RLock) -> None:
+    def __init__(self, disk: DiskTier, lock: threading.RLock, over: Callable[[], None]) -> None:
         self._disk = disk
         self._lock = lock
+        self._over = over
         self.count = 0
         self.leaving = 0
 
     def allocate(self, chunk: Chunk) -> None:
-        """Give the chunk a place on disk, if it has none."""
-        assert self._disk is not None
         if chunk.extent is None:
             chunk.extent = self._disk.allocate(chunk.nbytes, chunk.name, chunk.kind.value)
 
+    def free(self, chunk: Chunk) -> None:
+        if chunk.extent is not None:
+            self._disk.free(chunk.extent)
+            chunk.extent = None
+
     def read(self, chunk: Chunk, done: Done) -> None:
-        """Read a chunk; ``done`` finds what went wrong in ``chunk.error``. If this raises, nothing was begun."""
-        assert self._disk is not None
         assert chunk.extent is not None
         self._watch(chunk, self._disk.read(chunk.extent, chunk.region.buffer), 0, done)
 
     def write(self, chunk: Chunk, done: Done) -> None:
-        """Write a chunk, likewise."""
-        assert self._disk is not None
         assert chunk.extent is not None
         self._watch(chunk, self._disk.write(chunk.extent, chunk.region.buffer), chunk.nbytes, done)
 
@@ -56,6 +57,9 @@ class Traffic:
                 self.count -= 1
                 self.leaving -= leaving
                 chunk.error = future.exception()
-                done(chunk)
+                try:
+                    done(chunk)
+                finally:
+                    self._over()
 
         future.add_done_callback(over)

@@ -16,10 +16,10 @@ from types import TracebackType
 from outcore.errors import DiskFullError, StateError, TierError, UsageError
 from outcore.memory.blockfile import BLOCK, BlockFile, open_files
 from outcore.memory.blocks import failure
-from outcore.memory.budget import DiskLimit
 from outcore.memory.extents import Extent, blocks
 from outcore.memory.lane import Lane
 from outcore.memory.ledger import OTHER, Ledger
+from outcore.memory.limits import DiskLimit
 from outcore.memory.transfer import Completer
 
 __all__ = ["DiskTier", "Extent"]

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,6 +30,19 @@ WIRE: Link = "wire"
 
 OTHER = "other"
 """The kind of bytes of which nobody said what they are."""
+
+
+_BESIDE = ContextVar("beside", default=False)
+
+
+@contextmanager
+def beside() -> Iterator[None]:
+    """Inside, on this thread, nobody trains: what is waited for keeps the training thread from nothing."""
+    token = _BESIDE.set(True)
+    try:
+        yield
+    finally:
+        _BESIDE.reset(token)
 
 
 @dataclass(frozen=True)
@@ -123,7 +137,10 @@ class Ledger:
 
     @contextmanager
     def waiting(self, link: Link) -> Iterator[None]:
-        """Time the block as waiting on ``link``."""
+        """Time the block as waiting on ``link``, unless it is `beside` the training thread."""
+        if _BESIDE.get():
+            yield
+            return
         start = time.perf_counter()
         began = self.mark()
         try:

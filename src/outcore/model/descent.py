@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -171,17 +172,23 @@ class Descent:
         slots = tuple(s.slot for s in store.run.segments(k) if s.slot.index in buffer.slots)
         if not slots:
             return
-        guard = self._gradients.open_first(store, k, buffer.dtype is not store.run.dtype)
-        beside = None
-        if guard is None:
-            self._pool.borrow(nbytes)
-            beside = self._pinned.take(nbytes)
-        landing = _Landing(store, k, slots, buffer, guard, beside)
-        with self._ledger.crossing("device out", store.gradients[k].name, stream, nbytes), stream:
-            landing.target.copy_(buffer.values[start:stop], non_blocking=True)
-        landing.arrived = self._streams.record(stream)
-        self._landing.append(landing)
-        buffer.holders += 1
+        with ExitStack() as undo:
+            guard = self._gradients.open_first(store, k, buffer.dtype is not store.run.dtype)
+            beside = None
+            if guard is not None:
+                undo.callback(guard.close)
+            else:
+                self._pool.borrow(nbytes)
+                undo.callback(self._pool.repay, nbytes)
+                beside = self._pinned.take(nbytes)
+                undo.callback(self._pinned.put, beside)
+            landing = _Landing(store, k, slots, buffer, guard, beside)
+            with self._ledger.crossing("device out", store.gradients[k].name, stream, nbytes), stream:
+                landing.target.copy_(buffer.values[start:stop], non_blocking=True)
+            landing.arrived = self._streams.record(stream)
+            self._landing.append(landing)
+            buffer.holders += 1
+            undo.pop_all()
 
     def arrive(self, stores: Collection[RunStore]) -> None:
         """Wait for the gradients of some runs."""
@@ -227,14 +234,18 @@ class Descent:
 
     def _land(self, landing: _Landing) -> None:
         store, k = landing.store, landing.k
-        if landing.guard is not None:
-            landing.guard.close()
-            self._gradients.filled(store, k, landing.slots)
-        elif landing.beside is not None:
-            self._gradients.add_whole(store, k, landing.target, landing.slots)
-            self._pinned.put(landing.beside)
-            self._pool.repay(landing.beside.numel())
-        self._let_go(store, landing.buffer)
+        try:
+            if landing.guard is not None:
+                landing.guard.close()
+                self._gradients.filled(store, k, landing.slots)
+            elif landing.beside is not None:
+                try:
+                    self._gradients.add_whole(store, k, landing.target, landing.slots)
+                finally:
+                    self._pinned.put(landing.beside)
+                    self._pool.repay(landing.beside.numel())
+        finally:
+            self._let_go(store, landing.buffer)
 
     def _let_go(self, store: RunStore, buffer: _Buffer) -> None:
         """One holder less: the last one's copy has landed, so nothing reads the values any more."""

@@ -16,6 +16,7 @@ is filled from.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -247,9 +248,12 @@ class DeviceStage:
         for piece in self._supply.pieces(unit):
             self._settle(piece.nbytes)
             values, held = piece.take()
-            with self._ledger.crossing("device in", piece.name, stream, piece.nbytes), stream:
-                flat_of[piece.store][piece.start : piece.stop].copy_(values, non_blocking=True)
-            self._lifting.append((self._streams.record(stream), held, piece.nbytes))
+            with ExitStack() as undo:
+                undo.callback(held.close)
+                with self._ledger.crossing("device in", piece.name, stream, piece.nbytes), stream:
+                    flat_of[piece.store][piece.start : piece.stop].copy_(values, non_blocking=True)
+                self._lifting.append((self._streams.record(stream), held, piece.nbytes))
+                undo.pop_all()
         frame.filled = self._streams.record(stream)
 
     def _settle(self, nbytes: int) -> None:
@@ -388,14 +392,16 @@ class DeviceStage:
         return ()
 
     def shut(self) -> None:
-        self.synchronize()
-        self._streams.finish()
-        for unit, frame in self._frames.items():
-            if frame.here:
-                self._free(unit)
-        self._supply.shut()
-        self._ledger.hold("device", -self._occupied)
-        self._occupied = 0
+        try:
+            self.synchronize()
+            self._streams.finish()
+            for unit, frame in self._frames.items():
+                if frame.here:
+                    self._free(unit)
+        finally:
+            self._supply.shut()
+            self._ledger.hold("device", -self._occupied)
+            self._occupied = 0
 
 
 def unit_bytes(unit: Unit) -> int:

@@ -16,10 +16,11 @@ from outcore.chunks.pool import Pool
 from outcore.chunks.replacers import Belady, Replacer
 from outcore.chunks.store import Reserve, RunStore, Span, gradient_store
 from outcore.errors import UsageError
-from outcore.memory.budget import Budget, TierLimits
+from outcore.memory.budget import Budget
 from outcore.memory.device import free_bytes
 from outcore.memory.host import reserve
 from outcore.memory.ledger import Ledger
+from outcore.memory.limits import Asked, TierLimits
 from outcore.memory.shared import share_of
 from outcore.model.descent import Descent
 from outcore.model.fresh_stage import RankedFreshStage
@@ -289,10 +290,12 @@ def choose(place: torch.device, budget: Budget, prefetch: bool, ranks: Ranks) ->
     Raises:
         UsageError, BudgetError: the budget is not one for this machine.
     """
-    if place.type == "cpu":
-        limits = budget.limits(None, ranks.neighbours)
+    on_host = place.type == "cpu"
+    survey = budget.survey(None if on_host else free_bytes(place))
+    asked = ranks.nearby(survey.asked.pack(), "the budgets of one machine")
+    limits = survey.limits(ranks.neighbours, Asked.together(asked))
+    if on_host:
         return RankedHostSite(limits, ranks) if isinstance(ranks, World) else HostSite(limits), limits
-    limits = budget.limits(free_bytes(place), ranks.neighbours)
     if isinstance(ranks, World):
         return RankedDeviceSite(place, limits, prefetch, ranks), limits
     return DeviceSite(place, limits, prefetch), limits

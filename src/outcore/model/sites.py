@@ -17,12 +17,12 @@ from outcore.chunks.pool import Pool
 from outcore.chunks.replacers import Belady, Replacer
 from outcore.chunks.store import Reserve, RunStore, Span, span_bytes
 from outcore.errors import UsageError
-from outcore.memory.budget import TierLimits
 from outcore.memory.device import NoStreams, Streams, offers
 from outcore.memory.frames import Frames
 from outcore.memory.heap import Rule, give_back
 from outcore.memory.host import Region, reserve
 from outcore.memory.ledger import Ledger
+from outcore.memory.limits import TierLimits
 from outcore.memory.pinned import PinnedMemory
 from outcore.memory.place import Place
 from outcore.model.descent import Descent

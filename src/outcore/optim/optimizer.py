@@ -10,6 +10,7 @@ import copy
 import math
 import operator
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol, overload
@@ -71,8 +72,8 @@ class Optimizer(torch.optim.Optimizer):
         self.nonfinite: str | None = None
         self.loss_scale: LossScale | None = None
         self.scaling = False
-        self._backend: Backend | None = None
-        self._bound = False
+        self._local: Backend | None = None
+        self._engine: Callable[[], Backend | None] | None = None  # the model owns it: one may drop the model
         self._order: list[torch.nn.Parameter] = []
         self._steps: dict[int, int] = {}
         self._transform = GradTransform()
@@ -82,7 +83,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def check_free(self) -> None:
         """Raises StateError: an engine does its work already, or it has stepped."""
-        if self._bound:
+        if self._engine is not None:
             raise StateError("this optimizer already belongs to an offloaded model")
         if self._steps:
             raise StateError("offload the model before the optimizer's first step")
@@ -94,7 +95,7 @@ class Optimizer(torch.optim.Optimizer):
             StateError: it is bound already, or has stepped.
         """
         self.check_free()
-        self._backend, self._bound, self.loss_scale = backend, True, loss_scale
+        self._engine, self.loss_scale = weakref.ref(backend), loss_scale
         self._order = self.parameters()
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -112,14 +113,26 @@ class Optimizer(torch.optim.Optimizer):
         return self._transform != GradTransform()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._bound:
+        if self._engine is not None:
             raise StateError("parameter groups can't be added after offload(): add them before it")
         super().add_param_group(param_group)
 
+    def part(self) -> None:
+        """The engine is shut, and took gradients and states with it: nothing can be done any more."""
+        self._engine = _nobody
+
     def _work(self) -> Backend:
-        if self._backend is None:
-            self._backend = LocalBackend(self.rule, self.parameters())
-        return self._backend
+        if self._engine is None:
+            if self._local is None:
+                self._local = LocalBackend(self.rule, self.parameters())
+            return self._local
+        engine = self._engine()
+        if engine is None:
+            raise StateError(
+                "the model of this optimizer was released or is gone, and the optimizer's states with it: make a new "
+                "optimizer for the new model"
+            )
+        return engine
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -211,7 +224,9 @@ class Optimizer(torch.optim.Optimizer):
     def _refuse_moved(self) -> None:
         """States are found by a parameter's number, so it must stay the same."""
         ours = self.parameters()
-        if self._bound and (len(ours) != len(self._order) or any(map(operator.is_not, ours, self._order))):
+        if self._engine is not None and (
+            len(ours) != len(self._order) or any(map(operator.is_not, ours, self._order))
+        ):
             raise StateError(
                 "the parameter groups hold other parameters than when the model was offloaded, or in another order: "
                 "change their learning rates and the like, and freeze with requires_grad"
@@ -279,6 +294,10 @@ class Optimizer(torch.optim.Optimizer):
         raise StateError(
             "an optimizer's state can't be loaded by load_state_dict(): use outcore.save and outcore.load"
         )
+
+
+def _nobody() -> None:
+    """Whom an optimizer works for after its engine was shut."""
 
 
 def _kept(value: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from outcore.chunks.pool import Pool
 from outcore.memory import cores
+from outcore.memory.ledger import beside
 
 if TYPE_CHECKING:
     from outcore.optim.pipeline import Pipeline
@@ -43,9 +44,10 @@ class UpdateThread:
 
 def _work(reference: weakref.ref[Pipeline]) -> None:
     cores.keep_to_node()
-    while (pipeline := reference()) is not None and (update := pipeline.unclaimed()) is not None:
-        try:
-            pipeline.do_beside(update)
-        except BaseException:
-            return  # the training thread will meet it, or finds it kept, and it is there that it is raised
-        del pipeline
+    with beside():
+        while (pipeline := reference()) is not None and (update := pipeline.unclaimed()) is not None:
+            try:
+                pipeline.do_beside(update)
+            except BaseException:
+                return  # the training thread will meet it, or finds it kept, and it is there that it is raised
+            del pipeline

@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 
 from outcore.errors import PeerError, StateError, UsageError
-from outcore.memory.ledger import WIRE, Ledger
+from outcore.memory.ledger import WIRE, Ledger, beside
 from outcore.parallel import told
 from outcore.parallel.header import BITS, Header, compare
 from outcore.parallel.pulse import Pulse
 from outcore.parallel.rollcall import Life, RollCall
 from outcore.parallel.sharding import Sharding
-from outcore.parallel.wire import Wire, beside
+from outcore.parallel.wire import Wire
 
 _AT_WORK = b"\1"
 """The bits of a rank that is not done yet with what is done together."""
@@ -79,6 +79,9 @@ class Ranks(Protocol):
     def words(self, data: bytes, what: str) -> list[bytes]:
         """Everyone's bytes, of any length."""
 
+    def nearby(self, data: bytes, what: str) -> list[bytes]:
+        """Those of the ranks on this machine. All ranks call this together."""
+
     def complete(self, values: torch.Tensor, spread: Spread, what: str) -> None:
         """Bring the elements of a tensor that other ranks keep.
 
@@ -115,6 +118,9 @@ class Alone:
         return word
 
     def words(self, data: bytes, what: str) -> list[bytes]:
+        return [data]
+
+    def nearby(self, data: bytes, what: str) -> list[bytes]:
         return [data]
 
     def complete(self, values: torch.Tensor, spread: Spread, what: str) -> None:
@@ -160,7 +166,8 @@ class World:
             self.replicas = Wire(None, [own], self._lost)
         lives: list[Any] = [None] * self.size
         dist.all_gather_object(lives, Life.own(), group=self._all.group)
-        self.neighbours = sum(life.host == lives[self.number].host for life in lives)
+        self._near = [n for n, life in enumerate(lives) if life.host == lives[self.number].host]
+        self.neighbours = len(self._near)
         self.row = [ranks.index(member) for member in self.slices.members]
         self.together_here = all(lives[n].host == lives[self.number].host for n in self.row)
         name = hashlib.sha256(repr((lives, _count())).encode()).hexdigest()[:16]
@@ -289,6 +296,10 @@ class World:
     def words(self, data: bytes, what: str) -> list[bytes]:
         self.agree(what)
         return self.all_bytes(data, what)
+
+    def nearby(self, data: bytes, what: str) -> list[bytes]:
+        said = self.words(data, what)
+        return [said[n] for n in self._near]
 
     def all_sums(self, sums: list[float]) -> list[float]:
         what = "the gradient norm"

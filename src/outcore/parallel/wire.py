@@ -9,9 +9,8 @@ that of the messages, stay with the collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -25,19 +24,6 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 DIRECT = 64 << 10
 """Bytes of a part from which on it goes straight to its place."""
-
-_BESIDE = ContextVar("beside", default=False)
-
-
-@contextmanager
-def beside() -> Iterator[None]:
-    """Inside, on this thread, the training thread does not wait for any wire."""
-    token = _BESIDE.set(True)
-    try:
-        yield
-    finally:
-        _BESIDE.reset(token)
-
 
 Lost = Callable[[str, str], PeerError]
 """From what was to be done and what was heard: the error that says who is missing."""
@@ -149,7 +135,7 @@ class Wire:
             raise self._lost(what, heard.splitlines()[0][:160])
 
     def _collect(self, collective: Callable[[], Any]) -> None:
-        waiting = nullcontext() if self._beside or _BESIDE.get() else self.waiting()
+        waiting = nullcontext() if self._beside else self.waiting()
         with waiting, _disable_current_modes(), torch.no_grad():
             collective()
 

@@ -1,4 +1,4 @@
-"""Who works beside the training thread of a simulated run: it takes from its speed, and makes room."""
+"""Who works beside the training thread of a simulated run: it takes from its speed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ FOREVER = 1e30
 
 class Beside(Protocol):
     """Somebody who works beside the training thread."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether something is under way that will make room."""
 
     @property
     def leaves(self) -> float:
@@ -36,7 +32,6 @@ class Beside(Protocol):
 class Nobody:
     """No one."""
 
-    busy = False
     leaves = 1.0
 
     def next_end(self, now: float, shared: bool) -> float:

@@ -10,10 +10,10 @@ from functools import partial
 import torch
 
 from outcore.memory import cores
-from outcore.memory.budget import DiskLimit
 from outcore.memory.disk import DiskTier
 from outcore.memory.host import reserve
 from outcore.memory.ledger import Ledger
+from outcore.memory.limits import DiskLimit
 from outcore.planning.flow import Traffic
 from outcore.planning.passage import Passage
 from outcore.planning.replay import HOST

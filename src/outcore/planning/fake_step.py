@@ -34,7 +34,7 @@ from outcore.model.policies import Activations, offloads
 from outcore.model.residency import Residency
 from outcore.model.saved.seam import NothingSaved, Saved
 from outcore.model.singles import Singles
-from outcore.model.slices.heads import slice_loss
+from outcore.model.slices.heads import asks_for_slices, slice_loss
 from outcore.model.trees import tensors_of
 from outcore.model.unit import Unit
 from outcore.model.units import Point
@@ -253,6 +253,9 @@ def _hang(
             collect(cast(nn.Parameter, parameter), gradient)
 
     undo: list[Callable[[], object]] = []
+    with warnings.catch_warnings():  # of what a run will warn of itself
+        warnings.simplefilter("ignore")
+        slices_loss = asks_for_slices(model, activations)
     for point in points:
         opened = tuple(units[i] for i in point.units)
         undo.append(PointHooks(point.module, opened, residency, backward).remove)
@@ -264,9 +267,8 @@ def _hang(
         saver,
         lambda numbers: backward.computing([units[number] for number in numbers]),
     )
-    with warnings.catch_warnings():  # of what a run will warn of itself
-        warnings.simplefilter("ignore")
-        undo += filter(None, [slice_loss(model, activations)])
+    if slices_loss:
+        undo.append(slice_loss(model, activations))
     gauge, cpu = cast(Any, recorder), torch.device("cpu")
     laps = Laps(model, cpu, dtype, clock, gauge, backward, updates, Alone(), lambda *arguments: None)
     undo.append(laps.remove)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from outcore.chunks.chunk import Chunk, Kind
-from outcore.errors import StateError
+from outcore.errors import BudgetError, StateError
 from outcore.memory.lane import READS_PER_WRITE
+from outcore.memory.ledger import Ledger
 
 
 class Nowhere:
@@ -32,15 +33,25 @@ class Nowhere:
 
 
 class Piece(Chunk):
-    """A chunk in a simulation.
-
-    Attributes:
-        stored: whether it has an extent on disk.
-    """
+    """A chunk in a simulation."""
 
     def __init__(self, nbytes: int, name: str = "") -> None:
         super().__init__(Kind.STATE, name, Nowhere(nbytes))
-        self.stored = False
+
+
+def refused(tier: str, needed: int, budget: int) -> BudgetError:
+    """What must be on a tier at one moment of a simulated run is more than its budget."""
+    return BudgetError(tier, needed, budget, "give it more, or use smaller micro-batches or recomputation")
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """A chunk on its way, asked for at a moment."""
+
+    chunk: Chunk
+    done: Callable[[Chunk], None]
+    writing: bool
+    since: float
 
 
 @dataclass(frozen=True)
@@ -71,24 +82,62 @@ class Traffic:
 
 
 class Disk:
-    """Serves whole pieces in order, reads first, as `outcore.memory.lane` does.
+    """Serves whole chunks in order, reads first, as `outcore.memory.lane` does. Is `outcore.chunks.core.Disk`.
 
     Args:
-        done: called with each piece and its time when its transfer ends.
+        budget: bytes it may hold.
+        ledger: where what it holds is written.
+        clock: the present moment, at which transfers are asked for.
     """
 
-    def __init__(self, traffic: Traffic, done: Callable[[Piece, bool, float], None]) -> None:
-        self._rates = (traffic.read, traffic.write)
-        self._done = done
+    def __init__(self, traffic: Traffic, budget: int, ledger: Ledger, clock: Callable[[], float]) -> None:
         self._traffic = traffic
-        self._reads: deque[tuple[Piece, float]] = deque()
-        self._writes: deque[tuple[Piece, float]] = deque()
+        self._budget = budget
+        self._ledger = ledger
+        self._clock = clock
+        self._rates = (traffic.read, traffic.write)
+        self._stored: set[Chunk] = set()
+        self._reads: deque[_Transfer] = deque()
+        self._writes: deque[_Transfer] = deque()
+        self._current: _Transfer | None = None
         self._in_row = 0
         self._worked = 0.0
         self._left = self._cost = 0.0
-        self._current: tuple[Piece, bool] | None = None
+        self._moment: float | None = None  # of the transfer that just ended, while the clock is still behind
+        self.leaving = 0
         self.moved = [0, 0]
         self.busy = [0.0, 0.0]
+
+    # -- what a core asks for -----------------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        return len(self._reads) + len(self._writes) + (self._current is not None)
+
+    def allocate(self, chunk: Chunk) -> None:
+        if chunk not in self._stored:
+            self._stored.add(chunk)
+            self._ledger.hold("disk", chunk.nbytes)
+            held = self._ledger.held("disk")
+            if held > self._budget:
+                raise refused("disk", held, self._budget)
+
+    def free(self, chunk: Chunk) -> None:
+        if chunk in self._stored:
+            self._stored.remove(chunk)
+            self._ledger.hold("disk", -chunk.nbytes)
+
+    def read(self, chunk: Chunk, done: Callable[[Chunk], None]) -> None:
+        self._reads.append(_Transfer(chunk, done, False, self._now()))
+
+    def write(self, chunk: Chunk, done: Callable[[Chunk], None]) -> None:
+        self.leaving += chunk.nbytes
+        self._writes.append(_Transfer(chunk, done, True, self._now()))
+
+    def _now(self) -> float:
+        return self._clock() if self._moment is None else self._moment
+
+    # -- time -------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
@@ -100,21 +149,19 @@ class Disk:
         self._start()
         return self._cost
 
-    def submit(self, piece: Piece, writing: bool, now: float) -> None:
-        (self._writes if writing else self._reads).append((piece, now))
-
     def _start(self) -> None:
         if self._current is not None or not (self._reads or self._writes):
             return
         writing = not self._reads or (bool(self._writes) and self._in_row >= READS_PER_WRITE)
         self._in_row = 0 if writing else self._in_row + 1
-        piece, since = (self._writes if writing else self._reads).popleft()
-        self._left = self._traffic.turn + piece.nbytes / self._rates[writing]
-        self._cost = self._traffic.cost(piece.nbytes) / self._left if self._left else 0.0
-        self._worked = max(self._worked, since)
-        self.moved[writing] += piece.nbytes
+        found = (self._writes if writing else self._reads).popleft()
+        nbytes = found.chunk.nbytes
+        self._left = self._traffic.turn + nbytes / self._rates[writing]
+        self._cost = self._traffic.cost(nbytes) / self._left if self._left else 0.0
+        self._worked = max(self._worked, found.since)
+        self.moved[writing] += nbytes
         self.busy[writing] += self._left
-        self._current = piece, writing
+        self._current = found
 
     def run(self, until: float, speed: float = 1.0) -> None:
         """Let transfers end that do so by then; ``speed`` is the share of its own that the disk has."""
@@ -127,9 +174,17 @@ class Disk:
                 self._left -= max(0.0, until - self._worked) * speed
                 self._worked = max(self._worked, until)
                 return
-            (piece, writing), self._current = self._current, None
             self._worked = end
-            self._done(piece, writing, end)
+            self._end()
+
+    def _end(self) -> None:
+        """The transfer under way is over."""
+        over, self._current = self._current, None
+        assert over is not None
+        self.leaving -= over.chunk.nbytes if over.writing else 0
+        self._moment = self._worked
+        over.done(over.chunk)
+        self._moment = None
 
     def next_end(self, speed: float = 1.0) -> float:
         """When the transfer under way ends, at this speed. Only while not `idle`."""

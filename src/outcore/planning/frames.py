@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from outcore.chunks.guards import Access
 from outcore.chunks.replacers import NEVER
 from outcore.model.device_stage import AHEAD, AHEAD_TICKS
-from outcore.planning.cache import Cache, refused
-from outcore.planning.flow import Link, Piece
+from outcore.planning.cache import Cache
+from outcore.planning.flow import Link, Piece, refused
 from outcore.planning.updates import Job, Progress
 
 
@@ -87,6 +88,10 @@ class Frames:
     @property
     def used(self) -> int:
         return self._here + self.held + self.occupied
+
+    def hold_idle(self, on: bool) -> None:
+        """Whether frames may stay after their use."""
+        self.holding = on
 
     def _touch(self) -> None:
         self.peak = max(self.peak, self.used + self.reserved)
@@ -223,7 +228,7 @@ class Frames:
         for k, piece in enumerate(pieces):
             self._bound(piece.nbytes)
             if first:
-                self.cache.bring((piece,), fresh=True)
+                self.cache.bring((piece,), Access.FRESH)
             else:
                 self.cache.borrow(piece.nbytes)
             asked = max(asked, self.cache.now) + self.handling

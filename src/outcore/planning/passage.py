@@ -18,10 +18,10 @@ from types import TracebackType
 from outcore.chunks.chunk import Chunk, Kind
 from outcore.chunks.pool import Access, Pool
 from outcore.chunks.replacers import Belady
-from outcore.memory.budget import DiskLimit
 from outcore.memory.disk import DiskTier
 from outcore.memory.frames import Frames
 from outcore.memory.ledger import Ledger
+from outcore.memory.limits import DiskLimit
 from outcore.trace.clock import Clock
 from outcore.trace.schedule import Schedule
 

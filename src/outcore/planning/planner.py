@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from outcore.errors import BudgetError, ModelError, UsageError
-from outcore.memory.budget import Budget, spare
+from outcore.memory.budget import Budget
+from outcore.memory.limits import spare
 from outcore.memory.sizes import format_size, parse_size
 from outcore.model.policies import Activations, Precision
 from outcore.model.slices.heads import slices_loss

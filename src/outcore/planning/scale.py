@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from outcore.memory.budget import spare
+from outcore.memory.limits import spare
 from outcore.model.policies import Activations
 from outcore.model.unit import Unit
 from outcore.planning.cluster import Cluster, Fabric, Group

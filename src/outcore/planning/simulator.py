@@ -32,6 +32,8 @@ import math
 from collections.abc import Hashable, Sequence
 from functools import partial
 
+from outcore.chunks.chunk import Residence
+from outcore.chunks.guards import Access
 from outcore.model.saved.store import SOON
 from outcore.model.unit import Unit
 from outcore.planning.cache import Cache
@@ -145,7 +147,7 @@ class Simulation:
             for s in stores:
                 for k, parameter in enumerate(s.parameters):
                     filled = (parameter, *s.states[k : k + 1])
-                    cache.bring(filled, fresh=True)
+                    cache.bring(filled, Access.FRESH)
                     cache.release(filled)
         if frames is None:
             cache.borrow(self._occupied)
@@ -153,7 +155,7 @@ class Simulation:
             frames.occupied = self._occupied
         self._step(measured=True)
         first = self._peaks()
-        cache.peak, cache.disk_peak = cache.used + cache.reserved, cache.disk_used
+        cache.ledger.reset_peaks()
         if frames is not None:
             frames.peak = frames.used + frames.reserved
         for _ in range(1, STEPS - 1):
@@ -179,9 +181,9 @@ class Simulation:
         )
 
     def _peaks(self) -> dict[str, int]:
-        found = {"host": self._cache.peak}
+        found = {"host": self._cache.ledger.peak("host")}
         if self._cache.disk is not None:
-            found["disk"] = self._cache.disk_peak
+            found["disk"] = self._cache.ledger.peak("disk")
         if self._frames is not None:
             found["device"] = self._frames.peak
         return found
@@ -219,6 +221,7 @@ class Simulation:
                 self._job(("update", unit, run, k), gradient, written, s.parts[k])
                 for run, s in enumerate(stores)
                 for k, (gradient, written) in enumerate(s.updates(self._accumulate > 1))
+                if gradient.residence is not Residence.EMPTY  # one that no micro-batch came to
             ]
             if jobs:
                 self._jobs[unit] = jobs
@@ -251,7 +254,7 @@ class Simulation:
         cache, frames = self._cache, self._frames
         holder = cache if frames is None else frames
         if measured and not self._roomy:
-            holder.holding = False
+            holder.hold_idle(False)
         window = -1
         for number, (span, seconds) in enumerate(zip(self._trace.spans, self._seconds, strict=True)):
             phase, unit = span.event
@@ -274,8 +277,7 @@ class Simulation:
                     cache.release(self._parameters(unit))
                 else:
                     frames.close(unit)
-                for piece in self._saved.dropped.get(number, ()):
-                    cache.discard(piece)
+                cache.discard(self._saved.dropped.get(number, ()))
             elif phase == "arrives":
                 self._gather(unit, turn)
             elif phase == "gradient":
@@ -283,7 +285,7 @@ class Simulation:
             self._spend(seconds)
             self._offload(number)
         holder.reserve(0, 0)
-        holder.holding = True
+        holder.hold_idle(True)
 
     def _needs(self, number: int, turn: int) -> list[Piece]:
         """What a forward or a backward uses. Gradients are where those of the passes before left them."""
@@ -298,12 +300,12 @@ class Simulation:
         """Store what blocks offload in a span, and begin to make room for as much."""
         stored = self._saved.stored.get(number, [])
         for piece in stored:
-            self._cache.bring((piece,), fresh=True)
+            self._cache.bring((piece,), Access.FRESH)
             if self._frames is not None:
                 self._frames.link_out.send(piece.nbytes, self._cache.now)
             self._cache.release((piece,))
         if stored:
-            self._cache.clear_ahead(sum(piece.nbytes for piece in stored), SOON)
+            self._cache.make_ahead(sum(piece.nbytes for piece in stored), SOON)
 
     def _recall(self, number: int) -> None:
         """Bring what the backward that begins with a span reads. On a device it was lifted with the backward before."""
@@ -364,15 +366,15 @@ class Simulation:
         """A part of a chunk's gradients goes to where the chunk's gradients are."""
         cache = self._cache
         if turn == 0:
-            cache.bring((narrow,), write=not first, fresh=first)
+            cache.bring((narrow,), Access.FRESH if first else Access.WRITE)
             cache.release((narrow,))
             return
         if turn == 1 and first and total is not narrow:
             cache.bring((narrow,))
-            cache.bring((total,), fresh=True)
+            cache.bring((total,), Access.FRESH)
             cache.release((narrow, total))
-            cache.discard(narrow)
-        cache.bring((total,), write=True)
+            cache.discard((narrow,))
+        cache.bring((total,), Access.WRITE)
         cache.release((total,))
 
     def _spend(self, seconds: float) -> None:

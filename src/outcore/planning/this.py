@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from outcore.errors import UsageError
-from outcore.memory.budget import available_disk, host_capacity
 from outcore.memory.device import find, free_bytes, offers
+from outcore.memory.limits import host_capacity
+from outcore.memory.places import available_disk
 from outcore.planning.machine import Machine
 from outcore.planning.machine_file import read
 from outcore.planning.replay import HOST

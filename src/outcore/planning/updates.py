@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from outcore.chunks.chunk import Residence
+from outcore.chunks.guards import Access
 from outcore.planning.beside import FOREVER
 from outcore.planning.cache import Cache
 from outcore.planning.flow import Piece
@@ -69,6 +69,7 @@ class Updater:
 
     @property
     def busy(self) -> bool:
+        """Whether an update is under way."""
         return self._current is not None
 
     @property
@@ -112,21 +113,18 @@ class Updater:
                 return False
             job.progress, self._current = Progress.ENTERED, job
         if self._left is None:
-            moving = [job.gradient.residence is Residence.READING]
-            moving += [p.residence in (Residence.READING, Residence.WRITING) for p in job.written]
-            if any(moving):
+            if not self._cache.touch((job.gradient,), job.written):
                 return False
-            self._cache.touch(job.written)
             self._left = job.seconds
         if self._left > 1e-12:
             return False
         self._left = self._current = None
         job.progress = Progress.DONE
         self.seconds += job.seconds
-        self._cache.release(job.pieces)
+        self._cache.leave(job.pieces)
         if not job.ticked:
             self._cache.schedule.fulfil(job.key)
-        self._cache.discard(job.gradient)
+        self._cache.discard((job.gradient,))
         return True
 
     # -- the training thread ----------------------------------------------------------------------
@@ -147,13 +145,13 @@ class Updater:
             if job.progress is Progress.WAITING:
                 job.progress = Progress.DONE
                 cache.bring((job.gradient,))
-                cache.bring(job.written, write=True)
+                cache.bring(job.written, Access.WRITE)
                 self._two = True
                 cache.work(job.seconds, shared=True)
                 self._two = False
                 self.seconds += job.seconds
                 cache.release(job.pieces)
-                cache.discard(job.gradient)
+                cache.discard((job.gradient,))
                 self.look()
         while any(job.progress is not Progress.DONE for job in jobs):
             cache.wait("update")

@@ -173,10 +173,7 @@ class SavedTensors:
             yield
         self._groups.append(group)
         self._carrier.turn()
-        if self._pool.borrow_ahead(
-            group.nbytes, SOON
-        ):  # what the next block saves finds room, or writes under way
-            self._pool.repay(group.nbytes)
+        self._pool.make_ahead(group.nbytes, SOON)  # what the next block saves finds room, or writes under way
 
     def _pack(self, group: Group, tensor: torch.Tensor) -> Watched:
         self.sweep()

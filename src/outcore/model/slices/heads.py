@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from outcore.errors import ModelError
 from outcore.model.closed import copied
+from outcore.model.forwards import around_forward
 from outcore.model.policies import Activations
 from outcore.model.slices.loss import summed_cross_entropy
 
@@ -34,31 +35,38 @@ def slices_loss(model: nn.Module) -> bool:
     return (
         type(model).__name__ in KNOWN
         and type(model).__module__.startswith("transformers.models.")
-        and type(getattr(model, "lm_head", None)) is nn.Linear
+        and type(head := getattr(model, "lm_head", None)) is nn.Linear
+        and "forward" not in vars(head)  # one of the user's own
         and getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
     )
 
 
-def slice_loss(model: nn.Module, activations: Activations) -> Callable[[], None] | None:
-    """Let a model run its head and loss in slices, if the policy asks for it and the model is known.
-
-    Returns:
-        A function that undoes it, or ``None`` where nothing was changed.
+def asks_for_slices(model: nn.Module, activations: Activations) -> bool:
+    """Whether a model, to which nothing was done yet, is to run its loss in slices: the policy asks, and it is known.
 
     Raises:
         ModelError: ``loss_slice`` is given for a model that isn't known.
     """
     if activations.loss_slice is None and activations.microbatch is None:
-        return None
+        return False
     if slices_loss(model):
-        return _SlicedLoss(model, activations).remove
+        return True
     known = ", ".join(KNOWN)
     about = f"the loss of a {type(model).__name__} can't run in slices: outcore knows {known} of transformers"
     if activations.loss_slice is not None:
         raise ModelError(f"{about}; leave loss_slice out")
     if _has_vocabulary(model):  # of others nobody expects it
-        warnings.warn(f"{about}; its head and loss see the batch whole", UserWarning, stacklevel=4)
-    return None
+        warnings.warn(f"{about}; its head and loss see the batch whole", UserWarning, stacklevel=6)
+    return False
+
+
+def slice_loss(model: nn.Module, activations: Activations) -> Callable[[], None]:
+    """Let a model of which `asks_for_slices` said so run its head and loss in slices.
+
+    Returns:
+        A function that undoes it.
+    """
+    return _SlicedLoss(model, activations).remove
 
 
 def _has_vocabulary(model: Any) -> bool:
@@ -97,10 +105,9 @@ class _SlicedLoss:
         self._activations = activations
         self._expected: _Expected | None = None
         self._signature = inspect.signature(model.forward)
-        self._logits = self._head.forward
         self._loss = model.loss_function
         self._had_own = "_loss_function" in vars(model)
-        self._head.forward = self._forward
+        self._undo_forward = around_forward(self._head, self._around)
         model.loss_function = self._divide
         self._handles = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -110,7 +117,7 @@ class _SlicedLoss:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        del self._head.forward
+        self._undo_forward()
         if self._had_own:
             self._model.loss_function = self._loss
         else:
@@ -144,6 +151,11 @@ class _SlicedLoss:
         return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
     # -- in place of the model's own --------------------------------------------------------------
+
+    def _around(self, logits: Callable[..., Any]) -> Callable[..., Any]:
+        """The head's forward, which may be the user's own, where it gives logits."""
+        self._logits = logits
+        return lambda hidden: self._forward(hidden)
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, or the sum of the losses."""
