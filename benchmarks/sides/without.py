@@ -7,8 +7,8 @@ from typing import Any
 
 import outcore.engine as engine
 from outcore.chunks.chunk import Residence
-from outcore.chunks.holdings import Holdings
 from outcore.chunks.core import Core
+from outcore.chunks.holdings import Holdings
 from outcore.chunks.replacers import LRU, Belady
 from outcore.chunks.room import Room
 from outcore.memory.disk import DiskTier

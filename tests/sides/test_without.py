@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from outcore import engine
-from outcore.chunks.holdings import Holdings
 from outcore.chunks.core import Core
+from outcore.chunks.holdings import Holdings
 from outcore.chunks.room import Room
 from outcore.memory.disk import DiskTier
 from outcore.model import sites
