@@ -144,7 +144,7 @@ def test_every_growth_of_the_swap_file(small: Path, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(DirectFile, "extend", noted)
     # Others fill the disk after the run has looked what is free there.
-    monkeypatch.setattr("outcore.memory.budget.available_disk", lambda path: 64 << 20)
+    monkeypatch.setattr("outcore.memory.limits.available_disk", lambda path: 64 << 20)
     settings = TIGHT.settings(small)
     seed_all(2)
     with offloaded(STACK, **settings) as (model, optimizer):
