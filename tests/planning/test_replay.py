@@ -93,15 +93,19 @@ class Living(Counted):
         return super().__call__()
 
 
-@pytest.mark.parametrize("fresh", [True, False])
-def test_what_a_round_leaves_stays_where_a_step_gives_its_pages_back(fresh: bool) -> None:
+def test_what_a_round_leaves_stays_through_the_next_where_a_step_gives_its_pages_back() -> None:
     forward = (s.tape for s in spans(outcore.Activations("keep")) if s.event[0] == "forward")
     tape = max((t for t in forward if isinstance(t, Tape)), key=lambda tape: len(tape.events))
-    living = Living()
-    replay(tape, living, fresh=fresh)
-    starts = living.found[2::2]  # of the rounds that count
-    assert len(starts) >= 2
-    assert (starts[-1] > starts[0]) is fresh
+    begun = {}
+    for rule in (USUAL, Rule(0, -1)):
+        living = Living()
+        replay(tape, living, rule=rule)
+        starts = living.found[2::2]  # of the rounds that count
+        assert len(starts) >= 2
+        assert starts[-1] == starts[0]
+        begun[rule] = starts[0] - living.found[0]
+    assert begun[USUAL] > 0
+    assert begun[Rule(0, -1)] == 0
 
 
 def test_blocks_that_are_alike_have_the_same_tape_and_others_do_not() -> None:
@@ -255,7 +259,7 @@ def test_a_plan_for_the_machine_at_hand_runs_what_it_computes(
     rated = predict(case, limits, slow)
     calls = itertools.count(1)
     monkeypatch.setattr(
-        "outcore.planning.timing.replay", lambda *arguments, fresh: Replayed(1e-3 * next(calls))
+        "outcore.planning.timing.replay", lambda *arguments, rule: Replayed(1e-3 * next(calls))
     )
     monkeypatch.setattr("outcore.planning.timing.LONGEST", 1e9)
     run = predict(case, limits, Here.of(slow, HOST))

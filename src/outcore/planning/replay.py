@@ -8,6 +8,13 @@ run: tensors of the shapes on the tape stand for its results, and whoever asked 
 What a block finds in a run was made or used long ago: its parameters in the pass before, what it saved for its backward
 before all the other blocks. A processor has none of that in its caches any more. Tensors made for a tape, and those of
 the round before, it would have; so the caches are filled with something else before each round.
+
+[Note: Pages go round]
+In a run, results that stay come from pages that the heap does not have: it gave them back in the pass before, and
+within milliseconds somebody else gets them. So what a round leaves stays through the next one, and is given back to the
+system before the one after, with what else the heap would not keep. To let all of it stay to the end would be simpler,
+but then every round finds pages that nobody had: below a virtual machine each of them costs up to forty times as much
+(12 us a page measured, 0.3 for one that went round), so a plan came out half as long again or not, by chance.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ from typing import Any
 import torch
 
 from outcore.memory.device import finish
+from outcore.memory.heap import USUAL, Rule, give_back
 from outcore.model.draws import draws_kept
 from outcore.planning.tape import Died, Ran, Ref, Tape, refs
 
@@ -52,25 +60,24 @@ class Replayed:
 
 
 def replay(
-    tape: Tape, clock: Clock = time.perf_counter, device: torch.device = HOST, fresh: bool = True
+    tape: Tape, clock: Clock = time.perf_counter, device: torch.device = HOST, rule: Rule = USUAL
 ) -> Replayed:
     """How long a tape takes on a device, in the middle of several rounds.
 
-    On the CPU, what a round leaves behind stays until the last: a run, too, has kept what the blocks before left, and
-    results that stay come from fresh pages while temporaries find those of the block before. Rounds begin with cold
-    caches, see [Note: Cold]. An accelerator keeps its memory itself, and what is launched there is over when the clock
-    is looked at.
+    On the CPU, results that stay come from pages that the heap does not have, see [Note: Pages go round], while
+    temporaries find those of the block before. Rounds begin with cold caches, see [Note: Cold]. An accelerator keeps
+    its memory itself, and what is launched there is over when the clock is looked at.
 
     Args:
-        fresh: whether pages that a step's results had are given back at its end. Where they stay, the next step's
-            results find them, and so do those of a round here.
+        rule: what the heap keeps. Where that is all, the next step's results find what those of the step before had,
+            and so do those of a round here.
 
     Raises:
         RuntimeError: an operator can't be run with made-up values.
     """
     steps = [_Step(event, device) if isinstance(event, Ran) else event for event in tape.events]
     outside = list(tape.outside())
-    left: list[list[torch.Tensor]] = []
+    left: list[torch.Tensor] = []
     other = torch.zeros(CACHES if device.type == "cpu" else 0, dtype=torch.uint8)
     found: list[float] = []
     begin = time.perf_counter()
@@ -87,8 +94,9 @@ def replay(
                     step.run(there)
             finish(device)
             found.append(clock() - start)
-            if fresh and device.type == "cpu":
-                left.append(there.without(outside))
+            if rule.kept >= 0 and device.type == "cpu":
+                left[:] = there.without(outside)  # those of the round before are free now
+                give_back(rule.kept)
     lacking = [step.ran for step in steps if isinstance(step, _Step) and step.lacks]
     return Replayed(statistics.median(found[1:]), lacking)
 

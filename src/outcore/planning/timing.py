@@ -110,7 +110,7 @@ class Replays:
         if found is None:
             if tape.nbytes > self._most:
                 raise MemoryError
-            ran = replay(tape, self._clock, self._device, fresh=self._rule.kept >= 0)
+            ran = replay(tape, self._clock, self._device, rule=self._rule)
             found = ran.seconds + seconds_of(work_of(ran.lacking), self._machine)
             self._book.put(signature, found)
         return found
