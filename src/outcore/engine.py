@@ -48,7 +48,7 @@ from outcore.optim.pipeline import Pipeline
 from outcore.optim.scaling import LossScale
 from outcore.optim.updates import NoUpdates, Updates
 from outcore.planning.effective import Effective
-from outcore.planning.minimum import check, needs
+from outcore.planning.minimum import Needs, check, needs
 from outcore.planning.outcome import Limits
 from outcore.planning.prelude import prelude
 from outcore.trace.clock import Clock
@@ -67,19 +67,6 @@ class Engine:
         limits: TierLimits,
         site: Site,
         settings: Effective,
-    ) -> None:
-        with ExitStack() as end:
-            self._make(model, optimizer, limits, site, settings, end)
-            self._end = end.pop_all()
-
-    def _make(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        limits: TierLimits,
-        site: Site,
-        settings: Effective,
-        end: ExitStack,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -102,19 +89,31 @@ class Engine:
         self.misuse = Misuse(self.units, optimizer)
         if limits.disk:
             self.ledger.budget["disk"] = disk_bytes
+        budgets = Limits(limits.device, limits.host, disk_bytes)
+        self.prelude = prelude(model, optimizer, self.ranks.size, settings, budgets, found.total)
+        with ExitStack() as end:
+            self._furnish(limits, site, found, prefetch, end)
+            self._end = end.pop_all()
+
+    # -- construction -----------------------------------------------------------------------------
+
+    def _furnish(self, limits: TierLimits, site: Site, found: Needs, prefetch: bool, end: ExitStack) -> None:
+        """Everything that takes something of the machine, and what gives it back."""
         self.disk = DiskTier.open(limits.disk, ledger=self.ledger) if limits.disk else None
         end.callback(keep_little)
         if self.disk is not None:
             end.callback(self.disk.close)
         schedule = Schedule()
-        replacer = site.replacer(schedule, optimizer is not None, lambda: self.pool.floor)
+        replacer = site.replacer(schedule, self.optimizer is not None, lambda: self.pool.floor)
         self.pool = Pool(self.ledger, self.disk, limits.host, schedule, replacer, prefetch, found.working)
         end.callback(self.pool.close)
         self.clock = Clock(schedule, self.pool)
         stores = [store for unit in self.units for store in unit.stores]
         self.gradients = Gradients(stores, self.pool, workers(), self.ranks.all_sums)
         self._largest_update = found.update
-        self._spare = min(limits.host - found.working, limits.host + disk_bytes - found.total)
+        self._spare = min(
+            limits.host - found.working, limits.host + self.ledger.budget.get("disk", 0) - found.total
+        )
         self.pipeline = (
             None
             if self.rule is None
@@ -156,12 +155,8 @@ class Engine:
             self.saver.read = self.backward.read
         self.rowless = NothingCounted(self.backward.start)
         self.readers: Readers | None = None
-        budgets = Limits(limits.device, limits.host, disk_bytes)
-        self.prelude = prelude(model, optimizer, self.ranks.size, settings, budgets, found.total)
         ending.enter(self)
         end.callback(ending.leave, self)
-
-    # -- construction -----------------------------------------------------------------------------
 
     def _saver(self, site: Site) -> SavedTensors | None:
         """What keeps activations on other tiers, if any block wants that."""
@@ -231,7 +226,7 @@ class Engine:
             self._end.callback(vars(model).pop, "zero_grad", None)
             scale = LossScale() if self.precision.compute == "fp16" else None
             self.optimizer.bind(self, scale)
-            self._end.callback(self.optimizer.part)
+            self._end.callback(self.optimizer.unbind)
         claim = Claim(((b.name, b.parameter) for u in self.units for b in u.bindings), self.optimizer)
         self._end.callback(claim.end)
         if self.stage.lasting:

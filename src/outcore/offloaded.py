@@ -106,13 +106,7 @@ def offload(
             site, limits = choose(place, run.budget, run.prefetch, ranks)
             engine = Engine(model, own, limits=limits, site=site, settings=run)
             undo.callback(engine.shut)
-            if weights is not None:
-                source: weights_of.Source = Directory(weights, model)
-            elif weights_of.has_meta(engine.plans):
-                source = weights_of.Initialised(model)
-            else:
-                source = weights_of.InMemory()
-            engine.fill(site.source(source))
+            engine.fill(site.source(_source(engine, weights)))
             engine.attach()
             if plan is not None and plan.profile is not None:
                 engine.foreseen(plan.profile)
@@ -122,6 +116,15 @@ def offload(
     if model in _released:
         _released.pop(model).remove()
     return model
+
+
+def _source(engine: Engine, weights: str | Path | None) -> weights_of.Source:
+    """Where a model's first values come from."""
+    if weights is not None:
+        return Directory(weights, engine.model)
+    return (
+        weights_of.Initialised(engine.model) if weights_of.has_meta(engine.plans) else weights_of.InMemory()
+    )
 
 
 def _check(

@@ -247,6 +247,31 @@ def test_a_thread_that_never_finds_room_holds_nobody_up(
     outcore.release(model)
 
 
+def test_what_the_thread_waits_for_keeps_the_training_thread_from_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither counted as a wait, nor taken from the time of the updates."""
+    model, optimizer = offloaded(tmp_path)
+    ledger, do_beside = engine_of(model).ledger, Pipeline.do_beside
+    there = []
+
+    def waiting(pipeline: Pipeline, update: Update, *beyond: int) -> None:
+        with ledger.waiting("device in"):  # a link that nobody else here waits for
+            there.append(threading.current_thread().name)
+        do_beside(pipeline, update, *beyond)
+
+    monkeypatch.setattr(Pipeline, "do_beside", waiting)
+    for step in range(2):
+        train(model, optimizer, step)
+    engine_of(model).settle()
+    assert set(there) == {"outcore-update"}
+    assert ledger.snapshot().waited["device in"] == 0.0
+    with ledger.waiting("device in"):
+        pass
+    assert ledger.snapshot().waited["device in"] > 0.0
+    outcore.release(model)
+
+
 def test_updates_that_would_not_fit_beside_a_forward_are_done_in_the_step(tmp_path: Path) -> None:
     model, optimizer = offloaded(tmp_path, prefetch=False)
     engine = engine_of(model)

@@ -13,7 +13,7 @@ and decides nothing about it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from outcore.chunks.chunk import Chunk, Residence
 from outcore.chunks.guards import Access
@@ -62,11 +62,11 @@ class Waiting(Protocol):
     def wait(self, what: Link) -> None:
         """Until something may have changed; counted as time on that link."""
 
-    def refuse(self, needed: int) -> None:
+    def refuse(self, needed: int) -> NoReturn:
         """So many bytes would have to be held, and nothing that is under way will make room.
 
         Raises:
-            BudgetError: always, unless a failure explains it.
+            BudgetError: always.
         """
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 from outcore.chunks.chunk import Chunk
 from outcore.chunks.core import Core
@@ -222,7 +223,7 @@ class Pool:
         with self._ledger.waiting(what):
             self._changed.wait()
 
-    def refuse(self, needed: int) -> None:
+    def refuse(self, needed: int) -> NoReturn:
         held, room = self._core.held, self._core.room
         pinned = sum(chunk.nbytes for chunk in held if chunk.pins)
         raise too_small(needed, room.budget, pinned, room.reserved, self._below is not None)

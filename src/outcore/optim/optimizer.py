@@ -117,7 +117,7 @@ class Optimizer(torch.optim.Optimizer):
             raise StateError("parameter groups can't be added after offload(): add them before it")
         super().add_param_group(param_group)
 
-    def part(self) -> None:
+    def unbind(self) -> None:
         """The engine is shut, and took gradients and states with it: nothing can be done any more."""
         self._engine = _nobody
 

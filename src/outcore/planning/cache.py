@@ -8,6 +8,7 @@ then what was on record. Here is the time that transfers take, though no byte mo
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import NoReturn
 
 from outcore.chunks.core import Core
 from outcore.chunks.guards import Access
@@ -151,7 +152,7 @@ class Cache:
         self.waited[what] += end - self.now
         self._pass(end, False)
 
-    def refuse(self, needed: int) -> None:
+    def refuse(self, needed: int) -> NoReturn:
         raise refused("host", needed, self._budget)
 
     def lap(self, key: Hashable) -> None:

@@ -78,7 +78,7 @@ class Frames:
     held: int = 0
     peak: int = 0
     waited: dict[str, float] = field(default_factory=lambda: {"device in": 0.0, "device out": 0.0})
-    holding: bool = True
+    _holding: bool = True
     _here: int = 0
     _lifting: list[tuple[float, Piece]] = field(default_factory=list)
     _landing: list[_Landing] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Frames:
 
     def hold_idle(self, on: bool) -> None:
         """Whether frames may stay after their use."""
-        self.holding = on
+        self._holding = on
 
     def _touch(self) -> None:
         self.peak = max(self.peak, self.used + self.reserved)
@@ -148,7 +148,7 @@ class Frames:
     def close(self, unit: int) -> None:
         frame = self.frames[unit]
         frame.opened = False
-        if self.holding:
+        if self._holding:
             self.look_ahead()
         else:
             self.free(frame)
@@ -182,7 +182,7 @@ class Frames:
     def look_ahead(self) -> None:
         self._settle(0)
         self.poll()
-        if not self.holding:
+        if not self._holding:
             return
         beside = self.ahead - self.reserved
         uses = 0

@@ -56,7 +56,7 @@ def asks_for_slices(model: nn.Module, activations: Activations) -> bool:
     if activations.loss_slice is not None:
         raise ModelError(f"{about}; leave loss_slice out")
     if _has_vocabulary(model):  # of others nobody expects it
-        warnings.warn(f"{about}; its head and loss see the batch whole", UserWarning, stacklevel=6)
+        warnings.warn(f"{about}; its head and loss see the batch whole", UserWarning, stacklevel=5)
     return False
 
 
